@@ -1,0 +1,351 @@
+"""GRPO: sample a group of answers to each prompt, and push towards those that beat their siblings.
+
+For each of P prompts the policy samples G responses; a verifier gives each a reward r. Then, with
+mean and std taken inside the group and rho_t = exp(log pi(y_t) - log pi_old(y_t)) per token,
+
+    advantage   A     = r - mean(r)                      [ / (std(r) + eps)  if scale_by_std ]
+    token loss  l_t   = -min( rho_t A, clip(rho_t, 1 - low, 1 + high) A )
+                        and, where A < 0, at most -c A                               (dual clip)
+                        + kl_coef (exp(d_t) - d_t - 1),  d_t = log pi_ref - log pi   (k3)
+    loss        token_mean:     sum over all response tokens / their number in the optimizer step
+                sequence_mean:  mean over each response's tokens, then over the responses
+
+No value network, one number of supervision per response. It is the baseline of *Denser != Better*,
+which asks whether SDPO's supervision of every token (sdpo.py) is worth having in a long run of tasks.
+
+Where we differ from the official configuration: nothing in the loss; advantages aren't divided by
+the std there either (as in Dr. GRPO). A reward of NaN means "not scored": it takes no part in the
+group's statistics and its advantage is 0.
+
+    python grpo.py           one group becomes advantages, and advantages become a gradient
+"""
+
+import contextlib
+from dataclasses import dataclass
+
+import torch
+
+from kernels import masked_mean, token_logps
+
+
+# ------------------------------------------------------------------------------------------------
+# Prompts
+# ------------------------------------------------------------------------------------------------
+
+
+def encode(tokenizer, messages, **template):
+    """Token ids of a chat, ending where the assistant's answer begins.
+
+    Args:
+        messages: [{"role": ..., "content": ...}, ...]. template: extra arguments of the tokenizer's
+            chat template, such as enable_thinking=False.
+    Returns:
+        list of ids.
+    """
+    return tokenizer.apply_chat_template(
+        messages, add_generation_prompt=True, tokenize=True, return_dict=False, **template
+    )
+
+
+def left_pad(sequences, pad_id, device=None):
+    """Lists of ids -> ids (N, L) and mask (N, L), padded on the left so that all end together."""
+    length = max(map(len, sequences))
+    ids = torch.tensor([[pad_id] * (length - len(s)) + list(s) for s in sequences], device=device)
+    mask = torch.tensor([[0] * (length - len(s)) + [1] * len(s) for s in sequences], device=device)
+    return ids, mask
+
+
+# ------------------------------------------------------------------------------------------------
+# Rollouts: G sampled responses to each of P prompts
+# ------------------------------------------------------------------------------------------------
+
+
+@dataclass
+class Rollouts:
+    """N = P * G sampled responses; row i answers prompt i // G."""
+
+    prompts: list                  # P lists of prompt ids
+    response_ids: torch.Tensor     # (N, T) sampled ids, padded on the right
+    mask: torch.Tensor             # (N, T) bool: sampled tokens, the end token among them
+    logps: torch.Tensor            # (N, T) log-probs at the sampling temperature, 0 in the padding
+    truncated: torch.Tensor        # (N,) bool: ran into max_new_tokens before an end token
+    texts: list                    # N decoded responses, without special tokens
+
+    def __len__(self):
+        return len(self.texts)
+
+
+def stop_ids(model, tokenizer):
+    """The ids that end a response: the tokenizer's end token and the model's own list."""
+    own = model.generation_config.eos_token_id
+    own = own if isinstance(own, list) else [own]
+    return sorted({i for i in [tokenizer.eos_token_id, *own] if i is not None})
+
+
+@contextlib.contextmanager
+def evaluating(model):
+    """Dropout off and no gradients inside the block; the model's mode is put back after it."""
+    training = model.training
+    model.eval()
+    try:
+        with torch.no_grad():
+            yield
+    finally:
+        model.train(training)
+
+
+def sample(logits, temperature, top_p=1.0, top_k=0):
+    """One token for each row and its log-prob at this temperature, before top-p or top-k cut.
+
+    Args:
+        logits: (N, V). temperature: 0 takes the most likely token (log-probs then at 1).
+    Returns:
+        tokens (N,), log-probs (N,).
+    """
+    logits = logits.float() / (temperature or 1.0)
+    if not temperature:
+        tokens = logits.argmax(-1)
+        return tokens, token_logps(logits, tokens)
+    kept = logits
+    if top_k:
+        floor = kept.topk(min(top_k, kept.shape[-1])).values[:, -1:]
+        kept = kept.masked_fill(kept < floor, -torch.inf)
+    if top_p < 1:
+        ordered, order = kept.sort(descending=True)
+        before = ordered.softmax(-1).cumsum(-1) - ordered.softmax(-1)      # mass above each token
+        kept = kept.masked_fill((before >= top_p).scatter(-1, order, before >= top_p), -torch.inf)
+    tokens = torch.multinomial(kept.softmax(-1), 1).squeeze(-1)
+    return tokens, token_logps(logits, tokens)
+
+
+@torch.no_grad()
+def _decode(model, prompts, group_size, max_new_tokens, pad_id, ends, **sampling):
+    """Prefill each prompt once, repeat its cache for the group, then sample token by token.
+
+    Rows that have ended are dropped from the cache, so the last long response doesn't pay for all.
+    """
+    ids, mask = left_pad(prompts, pad_id, model.device)                    # (P, L)
+    positions = (mask.cumsum(-1) - 1).clamp(min=0)
+    out = model(input_ids=ids, attention_mask=mask, position_ids=positions, use_cache=True, logits_to_keep=1)
+    cache = out.past_key_values
+    cache.batch_repeat_interleave(group_size)
+    logits = out.logits[:, -1].repeat_interleave(group_size, 0)            # (N, V)
+    mask, position = mask.repeat_interleave(group_size, 0), positions[:, -1:].repeat_interleave(group_size, 0)
+
+    N = len(logits)
+    response = ids.new_full((N, max_new_tokens), pad_id)                   # (N, T)
+    logps, lengths = logits.new_zeros(N, max_new_tokens, dtype=torch.float32), ids.new_full((N,), max_new_tokens)
+    rows = torch.arange(N, device=ids.device)                              # the rows still in the cache
+    running = torch.ones(N, dtype=torch.bool, device=ids.device)           # ... that haven't ended
+    for t in range(max_new_tokens):
+        tokens, logp = sample(logits, **sampling)                          # (rows,)
+        live = rows[running]
+        response[live, t], logps[live, t] = tokens[running], logp[running]
+        ended = running & torch.isin(tokens, ends)
+        lengths[rows[ended]] = t + 1
+        running = running & ~ended
+        if t + 1 == max_new_tokens or not running.any():
+            break
+        if running.sum() <= 0.75 * len(rows):
+            keep = running.nonzero().squeeze(-1)
+            cache.batch_select_indices(keep)
+            rows, tokens, mask, position, running = (x[keep] for x in (rows, tokens, mask, position, running))
+        mask, position = torch.cat([mask, mask.new_ones(len(mask), 1)], 1), position + 1
+        logits = model(
+            input_ids=tokens[:, None], attention_mask=mask, position_ids=position, past_key_values=cache, use_cache=True
+        ).logits[:, -1]
+    return response, logps, lengths
+
+
+def rollout(
+    model, tokenizer, prompts, group_size, max_new_tokens, temperature, *,
+    top_p=1.0, top_k=0, batch_size=0, template=None,
+):
+    """Sample `group_size` responses to each prompt. Randomness comes from torch's global generator.
+
+    The mask comes from lengths, never from token values: where padding and end token share an id,
+    the sampled end token still counts, and stopping is learnt.
+
+    Args:
+        model: causal language model of transformers. tokenizer: one with a chat template.
+        prompts: P chats (lists of messages). max_new_tokens: the longest response, T at most.
+        temperature: > 0, or 0 for the most likely token. top_p, top_k: 1 and 0 for no cut, which
+            training needs: the loss knows only the uncut distribution.
+        batch_size: responses sampled at once, 0 for all. template: see `encode`.
+    Returns:
+        Rollouts, N = P * group_size.
+    Raises:
+        ValueError: no prompts, or a group or response of no length.
+    """
+    if not prompts or group_size < 1 or max_new_tokens < 1:
+        raise ValueError(f"rollout: {len(prompts)} prompts, group_size {group_size}, max_new_tokens {max_new_tokens}")
+    ids = [encode(tokenizer, messages, **(template or {})) for messages in prompts]
+    stops = stop_ids(model, tokenizer)
+    pad_id = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else stops[0]
+    ends = torch.tensor(stops, device=model.device)
+    at_once = max(1, batch_size // group_size) if batch_size else len(ids)
+    with evaluating(model):
+        parts = [
+            _decode(
+                model, ids[i : i + at_once], group_size, max_new_tokens, pad_id, ends,
+                temperature=temperature, top_p=top_p, top_k=top_k,
+            )
+            for i in range(0, len(ids), at_once)
+        ]
+    response, logps, lengths = (torch.cat(x) for x in zip(*parts))
+    T = int(lengths.max())
+    response, logps = response[:, :T], logps[:, :T]
+    mask = torch.arange(T, device=lengths.device) < lengths[:, None]       # (N, T)
+    last = response.gather(1, lengths[:, None] - 1).squeeze(1)
+    texts = [
+        tokenizer.decode(row[:n], skip_special_tokens=True, clean_up_tokenization_spaces=False)
+        for row, n in zip(response.tolist(), lengths.tolist())
+    ]
+    return Rollouts(ids, response, mask, logps, ~torch.isin(last, ends), texts)
+
+
+# ------------------------------------------------------------------------------------------------
+# Advantages: a response against its siblings
+# ------------------------------------------------------------------------------------------------
+
+
+def group_advantages(rewards, scale_by_std=False, eps=1e-6):
+    """A = r - mean(group), divided by the group's (std + eps) if `scale_by_std`.
+
+    A group of one, or of equal rewards, gets exactly 0. NaN rewards stay out of mean and std and
+    get 0: counting "not scored" as a reward of 0 would make it the best of a group of negatives.
+
+    Args:
+        rewards: (P, G) floats. scale_by_std: divide by the sample std (n - 1). eps: added to it.
+    Returns:
+        (P, G).
+    Raises:
+        ValueError: an infinite reward.
+    >>> group_advantages(torch.tensor([[1., 0., 0., 1.]])).tolist()
+    [[0.5, -0.5, -0.5, 0.5]]
+    """
+    if rewards.isinf().any():
+        raise ValueError("group_advantages: a reward is infinite")
+    scored = ~rewards.isnan()                                              # (P, G)
+    count = scored.sum(-1, keepdim=True)                                   # (P, 1)
+    mean = masked_mean(rewards, scored, dim=-1).unsqueeze(-1)
+    centred = torch.where(scored, rewards - mean, torch.zeros_like(rewards))
+    # Equal rewards: said exactly, since r - mean can round to 1e-8, and 1e-8 / (1e-8 + eps) isn't 0.
+    low = rewards.masked_fill(~scored, torch.inf).amin(-1, keepdim=True)
+    high = rewards.masked_fill(~scored, -torch.inf).amax(-1, keepdim=True)
+    centred = centred.masked_fill(high <= low, 0.0)
+    if scale_by_std:
+        std = (centred.square().sum(-1, keepdim=True) / (count - 1).clamp(min=1)).sqrt()
+        centred = centred / (std + eps)
+    return centred
+
+
+# ------------------------------------------------------------------------------------------------
+# The loss
+# ------------------------------------------------------------------------------------------------
+
+
+def token_weights(mask, aggregation="token_mean", total=None):
+    """How much each token counts, such that a loss is sum(weights * token losses).
+
+    The denominator belongs to the whole optimizer step: with `total` given, the losses of its
+    micro-batches add up to the loss of the step, however it is split.
+
+    Args:
+        mask: (N, T). aggregation: "token_mean" or "sequence_mean".
+        total: response tokens (token_mean) or responses (sequence_mean) of the whole step;
+            None takes this batch's.
+    Returns:
+        (N, T) float32.
+    Raises:
+        ValueError: another aggregation.
+    """
+    mask = mask.float()
+    if aggregation == "token_mean":
+        return mask / max(1.0, float(mask.sum() if total is None else total))
+    if aggregation == "sequence_mean":
+        lengths = mask.sum(-1, keepdim=True)                               # (N, 1)
+        return mask / lengths.clamp(min=1) / max(1.0, float((lengths > 0).sum() if total is None else total))
+    raise ValueError(f"aggregation {aggregation!r} must be token_mean or sequence_mean")
+
+
+def k3(logps, ref_logps):
+    """Schulman's estimate of KL(policy || reference), >= 0: exp(d) - d - 1, d = log ref - log policy.
+
+    The plain log-ratio has the right mean but a gradient of mean zero: as a penalty it does nothing.
+    """
+    d = ref_logps - logps
+    return d.exp() - d - 1
+
+
+def grpo_loss(
+    logps, old_logps, advantages, mask, *,
+    clip_low=0.2, clip_high=0.28, dual_clip=3.0, aggregation="token_mean",
+    ref_logps=None, kl_coef=0.0, total=None,
+):
+    """The clipped policy loss of the header.
+
+    Args:
+        logps: (N, T) of the policy, with gradient. old_logps: (N, T) at sampling time.
+        advantages: (N,), one for each response. mask: (N, T), 1 on response tokens.
+        clip_low, clip_high: the ratio's range is [1 - low, 1 + high]. dual_clip: c, or None.
+        aggregation, total: see `token_weights`.
+        ref_logps, kl_coef: (N, T) of the reference, and the k3 penalty's weight (0: none).
+    Returns:
+        loss (scalar), and a dict of floats that also add up over micro-batches: ratio, clipped
+        (share of tokens whose gradient the clip cut), ref_kl.
+    Source: DeepSeekMath (arXiv 2402.03300); asymmetric clip, DAPO (2503.14476); dual clip, 1912.09729.
+    """
+    weights = token_weights(mask, aggregation, total)                      # (N, T)
+    mask, A = mask.bool(), advantages.unsqueeze(-1)                        # (N, T), (N, 1)
+    # Masked before exp: whatever stands in the padding, its ratio is 1.
+    ratio = (logps - old_logps).masked_fill(~mask, 0.0).exp()              # (N, T)
+    plain = -ratio * A
+    clipped = -ratio.clamp(1 - clip_low, 1 + clip_high) * A
+    losses = torch.maximum(plain, clipped)
+    cut = clipped > plain
+    if dual_clip is not None:
+        bound = -dual_clip * A                                             # positive where A < 0
+        cut = cut | ((A < 0) & (losses > bound))
+        losses = torch.where(A < 0, torch.minimum(losses, bound), losses)
+    metrics = {"ratio": (weights * ratio).sum().item(), "clipped": (weights * cut).sum().item()}
+    if kl_coef:
+        penalty = k3(logps.masked_fill(~mask, 0.0), ref_logps.masked_fill(~mask, 0.0))
+        losses = losses + kl_coef * penalty
+        metrics["ref_kl"] = (weights * penalty).sum().item()
+    return (weights * losses).sum(), metrics
+
+
+# ------------------------------------------------------------------------------------------------
+# python grpo.py: one group
+# ------------------------------------------------------------------------------------------------
+
+
+def main():
+    """Follow one group of four answers from rewards to the gradient on each token's log-prob."""
+    answers = ["7 + 5 = 12", "7 + 5 = 11", "7 + 5 = 12", "I think 13"]
+    rewards = torch.tensor([[1.0, 0.0, 1.0, 0.0]])                         # (P=1, G=4)
+    old = torch.log(torch.tensor([[0.5, 0.9], [0.5, 0.1], [0.5, 0.4], [0.2, 0.3]]))
+    now = torch.log(torch.tensor([[0.5, 0.9], [0.5, 0.09], [0.5, 0.6], [0.2, 0.2]])).requires_grad_()
+    mask = torch.ones(4, 2)
+    advantages = group_advantages(rewards)
+    loss, metrics = grpo_loss(now, old, advantages.flatten(), mask)
+    loss.backward()
+    print('Prompt: "What is 7 + 5?"; four answers, two tokens of each shown. Rewards become advantages:\n')
+    print(f"{'answer':<14}{'reward':>8}{'advantage':>11}   ratio of each token   d loss / d logp")
+    for i, text in enumerate(answers):
+        ratio = (now - old)[i].exp().tolist()
+        grads = now.grad[i].tolist()
+        print(
+            f"{text:<14}{rewards[0, i]:>8.0f}{advantages[0, i]:>11.2f}   "
+            f"{ratio[0]:>8.2f}{ratio[1]:>8.2f}     {grads[0]:>8.3f}{grads[1]:>8.3f}"
+        )
+    print(f"\nloss {loss.item():.4f}, share of tokens cut by the clip {metrics['clipped']:.3f}")
+    print("A negative gradient raises the log-prob when we descend. The ratio 1.50 is above 1 + 0.28 with a")
+    print("positive advantage, so that token is clipped: its gradient is 0. So is 0.67, below 1 - 0.2.")
+    equal = group_advantages(torch.tensor([[1.0, 1.0, 1.0, 1.0]]))
+    print(f"All four right, advantages {equal.tolist()[0]}: a group without a contrast teaches nothing.")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,331 @@
+"""Token kernels: what a language model says about each token, and how far two models disagree.
+
+Everything downstream is built from five numbers per token. Let z be the logits at one position,
+p = softmax(z) the distribution over the next token, and y the token that was sampled:
+
+    log-prob     log p(y)  = z_y - logsumexp(z)
+    entropy      H(p)      = logsumexp(z) - sum_v p_v z_v
+    divergence   D_alpha(s, t) between a student s and a teacher t:
+                 alpha = 0       KL(t || s)                                  (forward KL)
+                 alpha = 1       KL(s || t)                                  (reverse KL)
+                 0 < alpha < 1   (1 - alpha) KL(s || m) + alpha KL(t || m),  m = (1 - alpha) s + alpha t
+
+alpha = 0.5 is the Jensen-Shannon divergence, the paper's choice. The family jumps at its ends: as
+alpha goes to 0 the mixed form goes to 0, while alpha = 0 itself is a full KL.
+
+Everything here is plain PyTorch on plain tensors, in float32 (or float64 if the input is), whatever
+the logits' type: in bfloat16 a softmax over 512 equal logits sums to 0.988, and a divergence computed
+from it can be negative. Two functions take hidden states instead of logits (`fused_token_kl`,
+`fused_token_logps`): they visit the tokens in chunks and keep no logits, since at T = 8192 tokens and
+V = 151,936 words one float32 copy of the logits is 5 GB and a divergence makes a dozen of them.
+
+Where we differ from the official code: the mass outside the top k is a logsumexp over the
+complement; there it is log(1 - sum of the kept), which loses up to 4 nats in small tails.
+
+    python kernels.py        compares the plain and the chunked divergence: time, memory, error
+"""
+
+import math
+import time
+
+import torch
+import torch.nn.functional as F
+from torch.utils.checkpoint import checkpoint
+
+
+# ------------------------------------------------------------------------------------------------
+# Masks and the one-token shift
+# ------------------------------------------------------------------------------------------------
+
+
+def masked_mean(x, mask, dim=None):
+    """Mean of `x` where `mask` is 1; over everything, or along `dim`.
+
+    Masked entries are replaced before the sum, so an infinity in the padding can't leak in
+    (inf * 0 is NaN). An empty mask gives 0 that still carries a gradient of 0.
+
+    Args:
+        x: any shape. mask: same shape, 0/1 or bool. dim: axis to reduce, None for all.
+    Returns:
+        scalar, or `x`'s shape without `dim`.
+    >>> masked_mean(torch.tensor([1., 2., 9.]), torch.tensor([1, 1, 0])).item()
+    1.5
+    """
+    mask = mask.bool()
+    x = torch.where(mask, x, torch.zeros_like(x))
+    total, count = (x.sum(), mask.sum()) if dim is None else (x.sum(dim), mask.sum(dim))
+    return total / count.clamp(min=1)
+
+
+def predicting(x, length):
+    """The positions of `x` (N, L, ...) that predict the last `length` tokens: (N, length, ...).
+
+    A causal model's state at position i predicts token i + 1. This is the project's only one-token
+    shift; wherever hidden states or logits meet tokens elsewhere, they are already aligned.
+    """
+    if not 0 < length < x.shape[1]:
+        raise ValueError(f"predicting: length {length} must lie in 1..{x.shape[1] - 1}")
+    return x[:, -length - 1 : -1]
+
+
+# ------------------------------------------------------------------------------------------------
+# One distribution: log-probability and entropy
+# ------------------------------------------------------------------------------------------------
+
+
+def _upcast(x):
+    """float32 at least: half types are widened, float64 stays (the gradient checks use it)."""
+    return x.to(torch.promote_types(x.dtype, torch.float32))
+
+
+def token_logps(logits, tokens, temperature=1.0):
+    """Log-probability of each token under softmax(logits / temperature).
+
+    Args:
+        logits: (..., V), aligned: logits[i] predicts tokens[i] (see `predicting`).
+        tokens: (...) integer ids. temperature: > 0, the one that the tokens were sampled at.
+    Returns:
+        (...) in nats, float32 or float64.
+    >>> token_logps(torch.tensor([[0., 0.]]), torch.tensor([1])).exp().item()
+    0.5
+    """
+    if temperature <= 0:
+        raise ValueError(f"token_logps: temperature {temperature} must be above 0")
+    logits = _upcast(logits) / temperature                                # (..., V)
+    chosen = logits.gather(-1, tokens.unsqueeze(-1)).squeeze(-1)          # (...)
+    return chosen - logits.logsumexp(-1)
+
+
+def token_entropy(logits):
+    """Entropy in nats of softmax(logits): (..., V) -> (...). Divide by the temperature first.
+
+    >>> round(token_entropy(torch.zeros(4)).item(), 4)  # log 4
+    1.3863
+    """
+    logits = _upcast(logits)
+    return logits.logsumexp(-1) - (logits.softmax(-1) * logits).sum(-1)
+
+
+# ------------------------------------------------------------------------------------------------
+# Two distributions: the token divergence
+# ------------------------------------------------------------------------------------------------
+
+
+def _divergence(s, t, alpha):
+    """D_alpha between log-distributions s and t: (..., K) -> (...). The equation of the header."""
+    if alpha == 0:
+        return (t.exp() * (t - s)).sum(-1)                                # KL(t || s)
+    if alpha == 1:
+        return (s.exp() * (s - t)).sum(-1)                                # KL(s || t)
+    m = torch.logaddexp(s + math.log(1 - alpha), t + math.log(alpha))     # log of the mixture
+    return (1 - alpha) * (s.exp() * (s - m)).sum(-1) + alpha * (t.exp() * (t - m)).sum(-1)
+
+
+def _top_buckets(s, t, k, tail):
+    """Keep the student's k most likely tokens of both; the rest becomes one bucket, or is dropped.
+
+    Args:
+        s, t: log-distributions (..., V). k: 1 <= k < V.
+    Returns:
+        log-distributions (..., k + 1) with a tail bucket, or (..., k) renormalised without.
+    """
+    index = s.detach().topk(k, dim=-1).indices                            # (..., k), constants
+    s_top, t_top = s.gather(-1, index), t.gather(-1, index)
+    if not tail:
+        return s_top.log_softmax(-1), t_top.log_softmax(-1)
+    # The complement itself is summed: 1 - sum(kept) would round to 0 or below for a peaked model.
+    s_rest = s.scatter(-1, index, -math.inf).logsumexp(-1, keepdim=True)  # (..., 1)
+    t_rest = t.scatter(-1, index, -math.inf).logsumexp(-1, keepdim=True)
+    return torch.cat([s_top, s_rest], -1), torch.cat([t_top, t_rest], -1)
+
+
+def token_kl(student_logits, teacher_logits, alpha, topk=None, tail=True):
+    """Divergence D_alpha of each token between student and teacher; no gradient to the teacher.
+
+    Args:
+        student_logits, teacher_logits: (..., V), finite, already divided by the temperature.
+        alpha: 0 is KL(t || s), 1 is KL(s || t), between them the mixture form. The ends are not
+            the limits of the middle: D_alpha goes to 0 as alpha does, D_0 is a full KL.
+        topk: compare only on the student's k most likely tokens; None or V is the full vocabulary.
+        tail: with topk, keep the rest as one bucket (True) or renormalise without it (False).
+    Returns:
+        (...) in nats, >= 0 up to rounding.
+    Raises:
+        ValueError: alpha outside [0, 1], topk outside 1..V, or shapes that differ.
+    Source: SDPO (arXiv 2601.20802), whose code has this family; Denser != Better uses alpha = 0.5.
+    >>> student, teacher = torch.tensor([0.0, 0.0]), torch.tensor([1.0, 0.0])
+    >>> round(token_kl(student, teacher, alpha=0).item(), 4)  # .7311 log(.7311/.5) + .2689 log(.2689/.5)
+    0.1109
+    """
+    vocabulary = student_logits.shape[-1]
+    if not 0 <= alpha <= 1:
+        raise ValueError(f"token_kl: alpha {alpha} must lie in [0, 1]")
+    if topk is not None and not 1 <= topk <= vocabulary:
+        raise ValueError(f"token_kl: topk {topk} must lie in 1..{vocabulary} (the vocabulary)")
+    if student_logits.shape != teacher_logits.shape:
+        raise ValueError(
+            f"token_kl: student {tuple(student_logits.shape)} and teacher "
+            f"{tuple(teacher_logits.shape)} logits must have one shape"
+        )
+    s = _upcast(student_logits).log_softmax(-1)                           # (..., V)
+    t = _upcast(teacher_logits.detach()).log_softmax(-1)                  # (..., V)
+    if topk is not None and topk < vocabulary:
+        s, t = _top_buckets(s, t, topk, tail)
+    return _divergence(s, t, alpha)
+
+
+def sampled_kl(logps, teacher_logps):
+    """Reverse KL from the sampled token alone: log s(y) - log t(y), unbiased for KL(s || t).
+
+    Its own derivative would be grad log s(y), whose mean over samples is zero: it teaches nothing.
+    The gradient of the expectation is E[(log s(y) - log t(y)) grad log s(y)], so that is what
+    flows back, while the value stays the log-ratio.
+
+    Args:
+        logps, teacher_logps: (...) log-probabilities of the same sampled tokens.
+    Returns:
+        (...) in nats; single values may be negative, their mean estimates the KL.
+    """
+    ratio = (logps - teacher_logps).detach()
+    return ratio + ratio * (logps - logps.detach())
+
+
+# ------------------------------------------------------------------------------------------------
+# From hidden states, in chunks: no logits are kept
+# ------------------------------------------------------------------------------------------------
+
+
+def fused_token_kl(
+    student_hidden, student_head, teacher_hidden, teacher_head, weights, tokens, *,
+    alpha, topk=None, temperature=1.0, chunk=1024,
+    tail=True, sampled=False, old_logps=None, is_clip=None, teacher_mix=0.0,
+):
+    """Weighted sum of token divergences straight from hidden states, a chunk of tokens at a time.
+
+        loss = sum_i  w_i min(exp(logp_i - old_i), is_clip) D_alpha(s_i, t_i)
+
+    Each chunk projects its hidden states to logits, forms its part of the sum and drops the logits;
+    the backward pass makes them again. The result doesn't depend on `chunk`.
+
+    Args:
+        student_hidden, teacher_hidden: (N, H), the states that predict `tokens`.
+        student_head, teacher_head: the output projections, callables (n, H) -> (n, V).
+        weights: (N,) weight of each token, constants (mask over the batch's token count).
+        tokens: (N,) sampled ids.
+        alpha, topk, tail: as in `token_kl`. sampled: `sampled_kl` in its place (needs alpha = 1).
+        temperature: divides both models' logits. chunk: tokens projected at once.
+        old_logps, is_clip: (N,) log-probs at sampling time and the cap on the importance weight,
+            which is a constant for the gradient; None leaves it out.
+        teacher_mix: teacher logits become lerp(teacher, student, teacher_mix) (trust region).
+    Returns:
+        loss (scalar, with gradient), and detached (N,): divergence, log-prob, student entropy.
+    Raises:
+        ValueError: as `token_kl`; sampled with alpha other than 1.
+    """
+    if sampled and alpha != 1:
+        raise ValueError(f"fused_token_kl: the sampled token alone estimates KL(s || t): alpha must be 1, not {alpha}")
+
+    def part(student_hidden, teacher_hidden, weights, tokens, old_logps):  # (n, H), ..., n <= chunk
+        student = _upcast(student_head(student_hidden)) / temperature      # (n, V)
+        with torch.no_grad():
+            teacher = _upcast(teacher_head(teacher_hidden)) / temperature  # (n, V)
+            teacher = teacher.lerp(student, teacher_mix) if teacher_mix else teacher
+        logps = token_logps(student, tokens)                               # (n,)
+        if sampled:
+            divergence = sampled_kl(logps, token_logps(teacher, tokens))
+        else:
+            divergence = token_kl(student, teacher, alpha, topk, tail)
+        if is_clip is not None:
+            weights = weights * (logps.detach() - old_logps).exp().clamp(max=is_clip)
+        with torch.no_grad():
+            entropy = token_entropy(student)
+        return (weights * divergence).sum(), divergence.detach(), logps.detach(), entropy
+
+    old_logps = weights if old_logps is None else old_logps                # unused without is_clip
+    parts = [
+        checkpoint(part, *pieces, use_reentrant=False, preserve_rng_state=False)
+        for pieces in zip(*(x.split(chunk) for x in (student_hidden, teacher_hidden, weights, tokens, old_logps)))
+    ]
+    losses, *logged = zip(*parts)
+    return torch.stack(losses).sum(), *(torch.cat(x) for x in logged)
+
+
+def fused_token_logps(hidden, head, tokens, *, temperature=1.0, chunk=1024):
+    """Log-probs and entropies straight from hidden states, a chunk of tokens at a time.
+
+    Args:
+        hidden: (N, H), the states that predict `tokens`. head: callable (n, H) -> (n, V).
+        tokens: (N,) ids. temperature: divides the logits. chunk: tokens projected at once.
+    Returns:
+        log-probs (N,) with gradient, entropies (N,) without.
+    """
+
+    def part(hidden, tokens):                                              # (n, H), (n,)
+        logits = _upcast(head(hidden)) / temperature                       # (n, V)
+        with torch.no_grad():
+            entropy = token_entropy(logits)
+        return token_logps(logits, tokens), entropy
+
+    parts = [
+        checkpoint(part, h, y, use_reentrant=False, preserve_rng_state=False)
+        for h, y in zip(hidden.split(chunk), tokens.split(chunk))
+    ]
+    return tuple(torch.cat(x) for x in zip(*parts))
+
+
+# ------------------------------------------------------------------------------------------------
+# python kernels.py: the plain and the chunked divergence side by side
+# ------------------------------------------------------------------------------------------------
+
+
+def _kept_bytes(run):
+    """Bytes that autograd keeps between the forward and the backward pass of `run`."""
+    kept = {}
+
+    def pack(x):
+        kept[x.untyped_storage().data_ptr()] = x.untyped_storage().nbytes()
+        return x
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda x: x):
+        run()
+    return sum(kept.values())
+
+
+def main(N=256, V=16_384, H=128, alpha=0.5, rounds=3):
+    """Print time, memory kept for the backward pass and gradient error of both forms."""
+    generator = torch.Generator().manual_seed(0)
+    student, teacher = (torch.randn(N, H, generator=generator) for _ in range(2))
+    W_s, W_t = (torch.randn(V, H, generator=generator) / H**0.5 for _ in range(2))
+    tokens, weights = torch.randint(V, (N,), generator=generator), torch.full((N,), 1 / N)
+
+    def plain(dtype=torch.float32, **_):
+        h, w = student.to(dtype).requires_grad_(), W_s.to(dtype).requires_grad_()
+        logits = F.linear(teacher.to(dtype), W_t.to(dtype))
+        return (token_kl(F.linear(h, w), logits, alpha) * weights).sum(), h, w
+
+    def chunked(chunk=64):
+        h, w = student.clone().requires_grad_(), W_s.clone().requires_grad_()
+        loss, *_ = fused_token_kl(
+            h, lambda x: F.linear(x, w), teacher, lambda x: F.linear(x, W_t), weights, tokens, alpha=alpha, chunk=chunk
+        )
+        return loss, h, w
+
+    loss, *leaves = plain(torch.float64)
+    exact = torch.autograd.grad(loss, leaves)
+    print(f"D_{alpha} and its gradient: N={N} tokens, V={V} words, H={H}, float32, {torch.get_num_threads()} threads")
+    print(f"{'form':<10}{'ms':>8}{'MB kept':>10}{'gradient error':>17}")
+    for name, form in (("plain", plain), ("chunked", chunked)):
+        times, error = [], 0.0
+        for _ in range(rounds):
+            start = time.perf_counter()
+            loss, *leaves = form()
+            grads = torch.autograd.grad(loss, leaves)
+            times.append(time.perf_counter() - start)
+            error = max(((g - e).abs().max() / e.abs().max()).item() for g, e in zip(grads, exact))
+        ms, kept = 1000 * sorted(times)[rounds // 2], _kept_bytes(form) / 1e6
+        print(f"{name:<10}{ms:>8.0f}{kept:>10.1f}{error:>17.1e}")
+    print("Same numbers; the chunked form projects twice and never keeps an (N, V) tensor.")
+
+
+if __name__ == "__main__":
+    main()
