@@ -127,7 +127,7 @@ def _decode(model, prompts, group_size, max_new_tokens, pad_id, ends, **sampling
     ids, mask = left_pad(prompts, pad_id, model.device)                    # (P, L)
     positions = (mask.cumsum(-1) - 1).clamp(min=0)
     out = model(input_ids=ids, attention_mask=mask, position_ids=positions, use_cache=True, logits_to_keep=1)
-    cache = out.past_key_values
+    cache = out.cache
     cache.batch_repeat_interleave(group_size)
     logits = out.logits[:, -1].repeat_interleave(group_size, 0)            # (N, V)
     mask, position = mask.repeat_interleave(group_size, 0), positions[:, -1:].repeat_interleave(group_size, 0)
@@ -152,7 +152,7 @@ def _decode(model, prompts, group_size, max_new_tokens, pad_id, ends, **sampling
             rows, tokens, mask, position, running = (x[keep] for x in (rows, tokens, mask, position, running))
         mask, position = torch.cat([mask, mask.new_ones(len(mask), 1)], 1), position + 1
         logits = model(
-            input_ids=tokens[:, None], attention_mask=mask, position_ids=position, past_key_values=cache, use_cache=True
+            input_ids=tokens[:, None], attention_mask=mask, position_ids=position, cache=cache, use_cache=True
         ).logits[:, -1]
     return response, logps, lengths
 

@@ -1,0 +1,847 @@
+"""Evaluation: what is asked, how an answer is judged, and what a sequence of tasks did to the model.
+
+A task is data: rows become examples (a chat and a gold answer), a verifier turns a response into a
+verdict. After each stage the model is measured on every task, which fills the matrix
+
+    R[i][j] = accuracy on task j after stage i,   row 0 is the base,   i = 1..K stages
+
+    last               row K                            average    its mean
+    gain               mean_j  R[j][j] - R[0][j]
+    forgetting         mean_{j<K}  max_{1<=i<K} R[i][j] - R[K][j]            (Chaudhry et al. 2018)
+    backward_transfer  mean_{j<K}  R[K][j] - R[j][j]                   (Lopez-Paz & Ranzato 2017)
+    relative           100 (R[i][j] - R[0][j]) / R[0][j]
+    pass@k             1 - C(n - c, k) / C(n, k), c right of n samples        (Chen et al. 2021)
+
+Where we differ from the official code, on purpose: the last balanced box of the whole response is
+read (there the last 100 characters); a tool call is compared as a pair of name and arguments (there
+all arguments are merged into one dictionary; `paper_scoring` brings that back); the code block that
+defines what the tests call is run (there the longest); and there is a matrix at all.
+
+    python eval.py RUN       draws the report of a finished run again
+"""
+
+import atexit
+import csv
+import json
+import math
+import os
+import re
+import select
+import shutil
+import string
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import torch
+from tqdm import tqdm
+
+from grpo import evaluating, rollout
+from kernels import masked_mean
+
+
+# ------------------------------------------------------------------------------------------------
+# Tasks: rows become examples
+# ------------------------------------------------------------------------------------------------
+
+
+@dataclass
+class TaskSpec:
+    """Where a task's rows are and how to read them. Columns may be dotted: details.level.
+
+    Rows as the official code prepares them (columns kind, prompt, answer, and perhaps system and
+    tests) are taken as they stand, whatever the templates here say.
+    """
+
+    name: str                           # short, used in folders and tables
+    path: str                           # a hub id, or a .json, .jsonl, .parquet or .csv file
+    verifier: str                       # math, mcq, mcq_boxed, tool, code
+    subset: str | None = None           # the hub's configuration name
+    split: str = "train"                # the hub's split
+    revision: str | None = None         # a commit of the hub's repository, so that rows can't change
+    test_path: str | None = None        # file or hub id of the test rows
+    test_split: str | None = None       # or another split of `path`; neither: `test_share` is held out
+    test_share: float = 0.1             # share of the rows held out as test, by a fixed shuffle
+    where: dict = field(default_factory=dict)  # column: a value, or a list of allowed values
+    system: str | None = None           # template of the system message
+    prompt: str = "{prompt}"            # template of the user message; {options}: the rendered options
+    options: str | None = None          # mcq: column with the list of option texts (labels A, B, ...)
+    option_line: str = "{label}: {text}"  # template of one rendered option
+    answer: str = "answer"              # column of the gold answer
+    answer_pattern: str | None = None   # regular expression; its first group is the answer
+    tests: str = "tests"                # code: column of the tests, a list or its JSON
+    reference: str | None = None        # template of a right response, which SFT learns from
+    train_limit: int | None = None      # use the first so many rows (after the fixed shuffle)
+    test_limit: int | None = None
+    steps: int | None = None            # this stage's steps, in place of stage_steps
+    paper_scoring: bool = False         # tool: the official, merged comparison
+
+
+@dataclass
+class Example:
+    """One question. `answer` is the gold answer as text; `tests` belong to code."""
+
+    id: str
+    messages: list
+    answer: str
+    tests: list = field(default_factory=list)
+    reference: str | None = None
+
+
+@dataclass
+class Task:
+    """What `load_task` returns; `dropped` counts the rows left out, by reason."""
+
+    spec: TaskSpec
+    train: list
+    test: list
+    dropped: dict
+
+
+class _Template(string.Formatter):
+    """str.format in one pass, where {a.b} is the column a.b: never an attribute, never code."""
+
+    def get_field(self, name, args, kwargs):
+        return column(kwargs, name), name
+
+
+def column(row, path):
+    """The value at a dotted path of a row. Raises ValueError naming the columns there are."""
+    value = row
+    for key in path.split("."):
+        if not isinstance(value, dict) or key not in value:
+            raise ValueError(f"no column {path!r}; the row has {', '.join(row)}")
+        value = value[key]
+    return value
+
+
+def read_rows(path, subset=None, split="train", revision=None):
+    """Rows of a local file or a hub dataset, as dicts.
+
+    .json may hold one array or one object a line: the official code ships both under that name.
+    """
+    suffix = Path(path).suffix.lower()
+    if suffix in (".json", ".jsonl"):
+        text = Path(path).read_text(encoding="utf-8")
+        if text.lstrip()[:1] == "[":
+            return json.loads(text)
+        return [json.loads(line) for line in text.splitlines() if line.strip()]
+    if suffix == ".csv":
+        with open(path, newline="", encoding="utf-8") as f:
+            return list(csv.DictReader(f))
+    import datasets  # slow to import, and not needed for the formats above
+
+    if suffix == ".parquet":
+        return datasets.Dataset.from_parquet(str(path)).to_list()
+    return datasets.load_dataset(path, subset, split=split, revision=revision).to_list()
+
+
+def _matches(row, where):
+    return all(column(row, c) in (v if isinstance(v, list) else [v]) for c, v in where.items())
+
+
+def _example(row, spec, index):
+    """One row -> Example, or the reason (str) why nobody could grade it. Raises ValueError."""
+    fill, labels = _Template().format, None
+    if {"kind", "prompt", "answer"} <= row.keys() and isinstance(row["prompt"], str):   # prepared
+        spec = TaskSpec(spec.name, spec.path, spec.verifier, system="{system}" if row.get("system") else None,
+                        tests="tests", reference=spec.reference)
+    if spec.options:
+        texts = column(row, spec.options)
+        labels = string.ascii_uppercase[: len(texts)]
+        lines = [spec.option_line.format(label=a, text=t) for a, t in zip(labels, texts)]
+        row = row | {"options": "\n".join(lines)}
+    messages = [{"role": "system", "content": fill(spec.system, **row)}] if spec.system else []
+    messages.append({"role": "user", "content": fill(spec.prompt, **row)})
+    answer, tests = None, []
+    if spec.verifier == "code":
+        tests = column(row, spec.tests)
+        tests = json.loads(tests) if isinstance(tests, str) else tests
+        if not tests:
+            return "without tests"
+    else:
+        answer = column(row, spec.answer)
+        answer = "" if answer is None else str(answer).strip()
+        if answer and spec.answer_pattern:
+            found = re.search(spec.answer_pattern, answer, re.DOTALL)
+            answer = found.group(1).strip() if found else ""
+        if not answer:
+            return "without an answer"
+    if spec.verifier in ("mcq", "mcq_boxed"):
+        labels = labels or "".join(re.findall(r"^([A-Z])[:.)]\s", messages[-1]["content"], re.MULTILINE))
+        if labels and answer not in labels:
+            raise ValueError(f"the gold answer {answer!r} isn't one of the options {', '.join(labels)}")
+    if spec.verifier == "tool" and gold_calls(answer) is None:
+        return "with a gold call that isn't JSON"
+    reference = fill(spec.reference, **row) if spec.reference else None
+    return Example(str(row.get("idx", row.get("id", index))), messages, answer, tests, reference)
+
+
+def _examples(rows, spec, where, dropped):
+    """All usable examples of `rows`, in order; counts the others in `dropped`."""
+    examples = []
+    for index, row in enumerate(rows):
+        try:
+            prepared = {"kind", "prompt", "answer"} <= row.keys()
+            if not prepared and not _matches(row, where):
+                dropped["filtered out"] = dropped.get("filtered out", 0) + 1
+                continue
+            example = _example(row, spec, index)
+        except (ValueError, KeyError, IndexError, TypeError) as e:
+            raise ValueError(f"task {spec.name}, row {index} of {spec.path}: {e}") from None
+        if isinstance(example, str):
+            dropped[example] = dropped.get(example, 0) + 1
+        else:
+            examples.append(example)
+    return examples
+
+
+def load_task(spec):
+    """Read a task's rows into training and test examples.
+
+    Args:
+        spec: TaskSpec, or a dict of its fields.
+    Returns:
+        Task. Rows that nobody could grade are left out and counted; so are training rows whose
+        prompt is also a test prompt.
+    Raises:
+        ValueError: one line naming task and row: a missing column, a gold answer outside the
+            options, an unreadable file, an empty task.
+    """
+    spec = TaskSpec(**spec) if isinstance(spec, dict) else spec
+    dropped = {}
+
+    def read(path, split):
+        try:
+            return read_rows(path, spec.subset, split, spec.revision)
+        except Exception as e:  # the hub's and the parsers' errors have no common base
+            raise ValueError(f"task {spec.name}: can't read {path}: {type(e).__name__}: {str(e).splitlines()[0]}") from None
+
+    train = _examples(read(spec.path, spec.split), spec, spec.where, dropped)
+    order = torch.randperm(len(train), generator=torch.Generator().manual_seed(42)).tolist()
+    train = [train[i] for i in order]
+    if spec.test_path or spec.test_split:
+        test = _examples(read(spec.test_path or spec.path, spec.test_split or spec.split), spec, spec.where, dropped)
+    else:
+        held = max(1, round(spec.test_share * len(train)))
+        test, train = train[:held], train[held:]
+    asked = {json.dumps(e.messages) for e in test}
+    kept = [e for e in train if json.dumps(e.messages) not in asked]
+    if len(kept) < len(train):
+        dropped["also in the test rows"] = len(train) - len(kept)
+    for part, examples in (("training", kept), ("test", test)):
+        if not examples:
+            raise ValueError(f"task {spec.name}: no {part} rows in {spec.path} ({_counted(dropped) or 'the file is empty'})")
+    return Task(spec, kept[: spec.train_limit], test[: spec.test_limit], dropped)
+
+
+def _counted(dropped):
+    return ", ".join(f"{n} {reason}" for reason, n in dropped.items())
+
+
+# ------------------------------------------------------------------------------------------------
+# Verifiers: a response becomes a verdict
+# ------------------------------------------------------------------------------------------------
+
+
+@dataclass
+class Verdict:
+    """reward 0 or 1; feedback a teacher could use ("" if none); what was read as the answer; and
+    whether the response kept the format that the task asks for."""
+
+    reward: float
+    feedback: str
+    prediction: str
+    well_formed: bool
+
+
+def last_boxed(text):
+    """Content of the last \\boxed{...} whose braces balance, or None.
+
+    >>> last_boxed(r"first \\boxed{12}, no: \\boxed{\\frac{3}{\\sqrt{2}}}")
+    '\\\\frac{3}{\\\\sqrt{2}}'
+    """
+    for start in reversed([m.end() for m in re.finditer(r"\\boxed\s*\{", text)]):
+        depth = 1
+        for i in range(start, len(text)):
+            depth += (text[i] == "{" and text[i - 1] != "\\") - (text[i] == "}" and text[i - 1] != "\\")
+            if depth == 0:
+                return text[start:i].strip()
+    return None
+
+
+def _latex(answer):
+    """An answer as math-verify reads it whole: thousands joined, "a and b" and "a, b" made sets."""
+    answer = answer.strip().strip("$").strip()
+    if re.fullmatch(r"-?\d{1,3}(,\d{3})+(\.\d+)?", answer):
+        return answer.replace(",", "")
+    answer = re.sub(r"\s*,?\s*(?:\\text\{\s*and\s*\}|\band\b)\s*", ", ", answer)
+    bare = re.sub(r"\([^()]*\)|\[[^\[\]]*\]|\{[^{}]*\}", "", answer)          # commas inside brackets don't count
+    if "," in bare and not answer.startswith((r"\{", "(", "[")):
+        return rf"\{{{answer}\}}"
+    return answer
+
+
+def math_server():
+    """In the child: one {"gold", "prediction"} a line -> {"equal"}; math-verify is loaded once."""
+    import json, resource, sys                                                # noqa: E401
+
+    resource.setrlimit(resource.RLIMIT_AS, (4 << 30, 4 << 30))                # 2^{2^{2^{...}}} takes all there is
+    from math_verify import LatexExtractionConfig, parse, verify
+
+    how = [LatexExtractionConfig()]
+    for line in sys.stdin:
+        request = json.loads(line)
+        try:
+            gold, prediction = (
+                parse(f"${request[k]}$", how, parsing_timeout=None) for k in ("gold", "prediction")
+            )
+            equal = bool(gold and prediction and verify(gold, prediction, timeout_seconds=None))
+        except BaseException:                                                 # sympy raises anything, MemoryError too
+            equal = False
+        print(json.dumps({"equal": equal}), flush=True)
+
+
+def _same_number(a, b):
+    """True or False if both are plain decimal integers or equal texts, None where that isn't known.
+
+    Texts are compared: int() refuses 4,300 digits and more.
+    """
+    a, b = re.sub(r"\s+", "", a), re.sub(r"\s+", "", b)
+    if a == b:
+        return True
+    if re.fullmatch(r"[+-]?\d+", a) and re.fullmatch(r"[+-]?\d+", b):
+        plain = [(x.startswith("-"), x.lstrip("+-").lstrip("0")) for x in (a, b)]
+        return plain[0] == plain[1] or not (plain[0][1] or plain[1][1])
+    return None
+
+
+def verify_math(response, example):
+    """Last balanced box against the gold answer: as text, as integers, then by math-verify.
+
+    Bounded: 2,000 characters, five seconds in a child process that is killed when it is late (an
+    alarm would need the main thread). Limits: an unordered list of values is a set; a unit that
+    math-verify doesn't know is ignored or spoils the comparison.
+    """
+    prediction = last_boxed(response)
+    if not prediction:
+        return Verdict(0.0, r"Your answer had the wrong format: put the final answer in \boxed{}.", "", False)
+    gold, answer = _latex(example.answer), _latex(prediction)
+    equal = _same_number(gold, answer)
+    if equal is None and len(answer) <= 2000:
+        reply = MATH.ask({"gold": gold, "prediction": answer}, timeout=5.0)
+        equal = bool(reply and reply["equal"])
+    return Verdict(float(bool(equal)), "", prediction, True)
+
+
+def verify_mcq(response, example):
+    """The text between the last <answer> and its </answer> must be the gold letter."""
+    opened = response.rpartition("<answer>")
+    inside, closed, _ = opened[2].partition("</answer>")
+    if not opened[1] or not closed:
+        return Verdict(0.0, "Your answer had the wrong format: put the letter between <answer> and </answer>.", "", False)
+    prediction = inside.strip()
+    return Verdict(float(prediction != "" and prediction == example.answer), "", prediction, len(prediction) == 1)
+
+
+def verify_mcq_boxed(response, example):
+    """The last balanced box must hold the gold letter, \\text{B} included."""
+    boxed = last_boxed(response)
+    if not boxed:
+        return Verdict(0.0, r"Your answer had the wrong format: put the letter in \boxed{}.", "", False)
+    prediction = re.sub(r"^\\(?:text|mathrm|textbf)\{(.*)\}$", r"\1", boxed).strip()
+    return Verdict(float(prediction == example.answer), "", prediction, len(prediction) == 1)
+
+
+def _canonical(value):
+    """JSON text that is equal for equal values: sorted keys, 3.0 as 3, true never as 1."""
+
+    def plain(v):
+        if isinstance(v, dict):
+            return {k: plain(x) for k, x in v.items()}
+        if isinstance(v, list):
+            return [plain(x) for x in v]
+        return int(v) if isinstance(v, float) and v.is_integer() else v
+
+    return json.dumps(plain(value), sort_keys=True)
+
+
+def gold_calls(answer):
+    """[(name, arguments)] of a gold answer's JSON list of {"Action", "Action_Input"}, or None."""
+    try:
+        calls = [(call["Action"], call["Action_Input"]) for call in json.loads(answer)]
+        calls = [(name, json.loads(given) if isinstance(given, str) else given) for name, given in calls]
+    except (ValueError, TypeError, KeyError, RecursionError):
+        return None
+    return calls if calls and all(isinstance(given, dict) for _, given in calls) else None
+
+
+def tool_calls(response):
+    """[(name, arguments or None)] of a response: each Action line with the JSON object after the
+    `Action Input:` that follows it. A real parser reads the object, so braces inside are no end."""
+    calls = []
+    for part in re.split(r"^[ \t]*Action:", response, flags=re.MULTILINE)[1:]:
+        name, _, rest = part.partition("\n")
+        given = re.search(r"^[ \t]*Action Input:\s*(?=\{)", rest, flags=re.MULTILINE)
+        try:
+            arguments = json.JSONDecoder().raw_decode(rest, given.end())[0] if given else None
+        except (ValueError, RecursionError):
+            arguments = None
+        calls.append((name.strip(), arguments))
+    return calls
+
+
+def verify_tool(response, example, paper_scoring=False):
+    """The calls of the response against the gold calls, in any order, as (name, arguments) pairs.
+
+    paper_scoring compares as the official code does: the bag of names, and one dictionary into
+    which the arguments of all calls are merged, each read up to the first closing brace.
+    """
+    gold, calls = gold_calls(example.answer), tool_calls(response)
+    well_formed = bool(calls) and all(arguments is not None for _, arguments in calls)
+    shown = "; ".join(f"{name} {json.dumps(arguments)}" for name, arguments in calls)
+    if paper_scoring:
+        merged = {}
+        for text in re.findall(r"Action Input:\s*(\{.*?\})", response, re.DOTALL):
+            try:
+                merged |= json.loads(text)
+            except ValueError:
+                pass
+        names = sorted(re.findall(r"Action:\s*(\w+)", response))
+        wanted = {k: v for _, arguments in gold for k, v in arguments.items()}
+        right = names == sorted(name for name, _ in gold) and merged == wanted
+    else:
+        key = lambda call: (call[0], _canonical(call[1]))                     # noqa: E731
+        right = well_formed and sorted(map(key, calls)) == sorted(map(key, gold))
+    if right:
+        return Verdict(1.0, "", shown, well_formed)
+    expected = "; ".join(f"{name} {json.dumps(arguments)}" for name, arguments in gold)
+    feedback = f"Expected the calls {expected}, got {shown or 'none'}." if well_formed else (
+        "Your answer had the wrong format: write Action: and Action Input: with a JSON object, for each call.")
+    return Verdict(0.0, feedback[:2000], shown, well_formed)
+
+
+def extract_code(response, tests):
+    """The last fenced block that defines a name which the tests use, else the last block, or None.
+
+    The last block may be a usage example, and the longest an abandoned draft. An unclosed fence
+    runs to the end.
+    """
+    blocks = re.findall(r"```[ \t]*\w*[^\S\n]*\n(.*?)(?:```|\Z)", response.replace("\r\n", "\n"), re.DOTALL)
+    used = set(re.findall(r"\w+", " ".join(t if isinstance(t, str) else t.get("fn_name", "") for t in tests)))
+    for block in reversed(blocks):
+        if used & set(re.findall(r"^(?:async[ \t]+)?(?:def|class)[ \t]+(\w+)", block, re.MULTILINE)):
+            return block
+    return blocks[-1] if blocks else None
+
+
+def verify_code(response, example):
+    """Every test must pass, in a child process (see `run_program` for what it holds back)."""
+    program = extract_code(response, example.tests)
+    if program is None:
+        return Verdict(0.0, "Your answer had the wrong format: put the code in a ```python ... ``` block.", "", False)
+    passed, feedback = run_program(program, example.tests)
+    return Verdict(float(passed == len(example.tests)), feedback, program, True)
+
+
+VERIFIERS = {
+    "math": verify_math, "mcq": verify_mcq, "mcq_boxed": verify_mcq_boxed, "tool": verify_tool, "code": verify_code,
+}
+
+
+def verify(kind, response, example, paper_scoring=False):
+    """Judge one response. Only what follows the thinking is read; unfinished thinking is no answer.
+
+    Args:
+        kind: math, mcq, mcq_boxed, tool, code. response: text. example: Example.
+    Returns:
+        Verdict. Raises ValueError for an unknown kind.
+    """
+    if kind not in VERIFIERS:
+        raise ValueError(f"verifier {kind!r} must be one of {', '.join(VERIFIERS)}")
+    visible = response.rpartition("</think>")[2].partition("<think>")[0]
+    if kind == "tool":
+        return verify_tool(visible, example, paper_scoring)
+    return VERIFIERS[kind](visible, example)
+
+
+class Child:
+    def __init__(self, server): self.server, self.p = server, None
+    def ask(self, request, timeout):
+        import inspect
+        if self.p is None:
+            self.p = subprocess.Popen([sys.executable, "-I", "-c", inspect.getsource(self.server) + f"\n{self.server.__name__}()"], stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True)
+        self.p.stdin.write(json.dumps(request) + "\n"); self.p.stdin.flush()
+        r, _, _ = select.select([self.p.stdout], [], [], timeout)
+        if not r: self.p.kill(); self.p.wait(); self.p = None; return None
+        line = self.p.stdout.readline()
+        return json.loads(line) if line else None
+
+def run_program(program, tests):
+    ns, ok = {}, 0
+    try: exec(program, ns)
+    except BaseException as e: return 0, repr(e)
+    msg = ""
+    for t in tests:
+        try: exec(t, ns); ok += 1
+        except BaseException as e: msg = f"{t}: {e!r}"
+    return ok, msg
+
+MATH = Child(math_server)
+# ------------------------------------------------------------------------------------------------
+# Accuracy
+# ------------------------------------------------------------------------------------------------
+
+
+def pass_at_k(n, c, k):
+    """Chance that one of k samples drawn from n, of which c are right, is right (unbiased).
+
+    >>> pass_at_k(n=4, c=1, k=2)
+    0.5
+    """
+    if not (0 <= c <= n and 1 <= k <= n):
+        raise ValueError(f"pass_at_k: needs 0 <= c <= n and 1 <= k <= n, got n={n}, c={c}, k={k}")
+    return 1.0 - math.comb(n - c, k) / math.comb(n, k)
+
+
+def accuracy(
+    model, tokenizer, task, *, samples=1, max_new_tokens=256, temperature=1.0, top_p=1.0, top_k=0,
+    batch_size=0, seed=0, template=None, progress=False,
+):
+    """Sample answers to a task's test examples and have them judged.
+
+    The same seed gives every model the same random numbers; the caller's random state is untouched.
+
+    Args:
+        task: Task. samples: answers to each prompt. batch_size: answers sampled at once, 0 for all.
+    Returns:
+        dict of floats: accuracy (mean reward over prompts and samples), pass@samples, well_formed,
+        truncated, length (tokens); and rewards (per prompt, a list of `samples`), responses.
+    """
+    spec, examples = task.spec, task.test
+    at_once = max(1, batch_size // samples) if batch_size else len(examples)
+    verdicts, truncated, lengths, texts = [], [], [], []
+    with torch.random.fork_rng():
+        torch.manual_seed(seed)
+        for i in tqdm(range(0, len(examples), at_once), desc=f"evaluate {spec.name}", leave=False, disable=not progress):
+            part = examples[i : i + at_once]
+            out = rollout(
+                model, tokenizer, [e.messages for e in part], samples, max_new_tokens, temperature,
+                top_p=top_p, top_k=top_k, template=template,
+            )
+            texts += out.texts
+            truncated += out.truncated.tolist()
+            lengths += out.mask.sum(-1).tolist()
+            verdicts += [verify(spec.verifier, t, part[j // samples], spec.paper_scoring) for j, t in enumerate(out.texts)]
+    rewards = torch.tensor([v.reward for v in verdicts]).view(-1, samples)    # (prompts, samples)
+    mean = lambda values: sum(values) / len(values)                           # noqa: E731
+    return {
+        "accuracy": rewards.mean().item(),
+        f"pass@{samples}": mean([pass_at_k(samples, int(r.sum()), samples) for r in rewards]),
+        "well_formed": mean([v.well_formed for v in verdicts]),
+        "truncated": mean(truncated),
+        "length": mean(lengths),
+        "rewards": rewards.tolist(),
+        "responses": texts,
+    }
+
+
+# ------------------------------------------------------------------------------------------------
+# The matrix
+# ------------------------------------------------------------------------------------------------
+
+
+def continual_metrics(R):
+    """The header's numbers from a matrix.
+
+    Args:
+        R: K + 1 rows (base first), each with an accuracy for each task; task j is trained in
+            stage j + 1. A sequence still running has fewer rows than tasks + 1.
+    Returns:
+        dict: last (list), average, gain, forgetting, backward_transfer (0 for a single stage), and
+        relative (rows like R, percent of the base; None where the base is 0).
+    Raises:
+        ValueError: no base row, rows of unequal length, or more stages than tasks.
+    >>> continual_metrics([[.2, .1], [.8, .1], [.5, .7]])["forgetting"]
+    0.30000000000000004
+    """
+    K, base = len(R) - 1, R[0] if R else []
+    if not base or any(len(row) != len(base) for row in R) or K > len(base):
+        raise ValueError("continual_metrics: needs a base row and one equally long row for each stage")
+    mean = lambda values: sum(values) / len(values) if values else 0.0        # noqa: E731
+    return {
+        "last": list(R[K]),
+        "average": mean(R[K]),
+        "gain": mean([R[j + 1][j] - base[j] for j in range(K)]),
+        "forgetting": mean([max(R[i][j] for i in range(1, K)) - R[K][j] for j in range(K - 1)]),
+        "backward_transfer": mean([R[K][j] - R[j + 1][j] for j in range(K - 1)]),
+        "relative": [[100 * (r - b) / b if b else None for r, b in zip(row, base)] for row in R],
+    }
+
+
+# ------------------------------------------------------------------------------------------------
+# Drift: how far the weights, the responses and the prompts lie apart
+# ------------------------------------------------------------------------------------------------
+
+
+def principal_angles(U, V):
+    """Angles in degrees, ascending, between the column spaces of orthonormal U, V (n, k): (k,).
+
+    Small angles come from their sines: in float32 an arccosine knows nothing below 0.02 degrees.
+    """
+    cosines = torch.linalg.svdvals(U.T @ V).clamp(max=1.0)
+    sines = torch.linalg.svdvals(V - U @ (U.T @ V)).clamp(max=1.0).flip(0)
+    return torch.rad2deg(torch.atan2(sines, cosines))
+
+
+@torch.no_grad()
+def matrix_drift(before, after, k=64, share=0.1, threshold=1e-3):
+    """How far one weight matrix moved. Both (m, n); computed in float32.
+
+    Returns:
+        dict of floats: spectral_shift |s1 - s0| / |s0| of the singular values; angle_mean and
+        angle_max between the top-k left singular subspaces (degrees); mask_overlap, the share of
+        the principal mask (the 10% largest entries of the rank-k approximation) that stays;
+        changed, the share of entries with |dW| > threshold max(|W0|, |W1|), and
+        changed_in_mask, the share of those inside the first principal mask; update |dW| / |W0|.
+    """
+    W0, W1 = before.float(), after.float()
+    (U0, s0, V0), (U1, s1, V1) = (torch.linalg.svd(W, full_matrices=False) for W in (W0, W1))
+    k = min(k, len(s0))
+    count = max(1, int(share * W0.numel()))
+    masks = []
+    for U, s, V in ((U0, s0, V0), (U1, s1, V1)):
+        top = ((U[:, :k] * s[:k]) @ V[:k]).abs().flatten().topk(count).indices
+        masks.append(torch.zeros(W0.numel(), dtype=torch.bool).index_fill_(0, top.cpu(), True).view_as(W0.cpu()))
+    angles = principal_angles(U0[:, :k], U1[:, :k])
+    changed = ((W1 - W0).abs() > threshold * torch.maximum(W0.abs(), W1.abs())).cpu()
+    return {
+        "spectral_shift": ((s1 - s0).norm() / s0.norm()).item(),
+        "angle_mean": angles.mean().item(),
+        "angle_max": angles.max().item(),
+        "mask_overlap": (masks[0] & masks[1]).sum().item() / count,
+        "changed": changed.float().mean().item(),
+        "changed_in_mask": (changed & masks[0]).sum().item() / max(1, changed.sum().item()),
+        "update": ((W1 - W0).norm() / W0.norm()).item(),
+    }
+
+
+def _matrices(model):
+    """name -> a function that fetches the matrix, of a module or of a folder of safetensors."""
+    if isinstance(model, torch.nn.Module):
+        return {n: (lambda p=p: p.detach()) for n, p in model.named_parameters() if p.ndim == 2}
+    from safetensors import safe_open
+
+    found = {}
+    for file in sorted(Path(model).glob("*.safetensors")):
+        with safe_open(file, framework="pt") as weights:
+            for name in weights.keys():
+                if len(weights.get_slice(name).get_shape()) == 2:
+                    def fetch(file=file, name=name):
+                        with safe_open(file, framework="pt") as weights:
+                            return weights.get_tensor(name)
+                    found[name] = fetch
+    return found
+
+
+def weight_drift(before, after, k=64):
+    """`matrix_drift` of every matrix (norms and biases excluded), one matrix in memory at a time.
+
+    Args:
+        before, after: modules, or model folders with safetensors.
+    Returns:
+        dict: name of the matrix -> its numbers, and "mean" -> their mean over the matrices.
+    Raises:
+        ValueError: the models don't have the same matrices.
+    """
+    first, second = _matrices(before), _matrices(after)
+    if not first or first.keys() != second.keys():
+        raise ValueError(f"weight_drift: the models' matrices differ: {sorted(first.keys() ^ second.keys())[:3]}")
+    drift = {name: matrix_drift(first[name](), second[name](), k) for name in first}
+    keys = next(iter(drift.values()))
+    return drift | {"mean": {key: sum(d[key] for d in drift.values()) / len(drift) for key in keys}}
+
+
+def embed(model, tokenizer, texts, batch_size=32):
+    """Mean last hidden state of each text under a model: (len(texts), H) float32."""
+    rows = []
+    with evaluating(model):
+        for i in range(0, len(texts), batch_size):
+            ids = [tokenizer.encode(t, add_special_tokens=False) or [tokenizer.eos_token_id] for t in texts[i : i + batch_size]]
+            length = max(map(len, ids))
+            batch = torch.tensor([x + [0] * (length - len(x)) for x in ids], device=model.device)
+            mask = torch.tensor([[1] * len(x) + [0] * (length - len(x)) for x in ids], device=model.device)
+            hidden = model.base_model(input_ids=batch, attention_mask=mask).last_hidden_state  # (n, L, H)
+            rows.append(masked_mean(hidden.float(), mask.unsqueeze(-1).expand_as(hidden), dim=1))
+    return torch.cat(rows)
+
+
+def response_drift(base, tokenizer, before, after):
+    """Cosine similarity of paired responses (same prompts, same seeds) embedded by the base: (N,)."""
+    if len(before) != len(after):
+        raise ValueError(f"response_drift: {len(before)} responses before, {len(after)} after: they must pair up")
+    return torch.cosine_similarity(embed(base, tokenizer, before), embed(base, tokenizer, after), dim=-1)
+
+
+def mmd(x, y):
+    """Squared maximum mean discrepancy between two clouds of embeddings, (n, H) and (m, H).
+
+    RBF kernel exp(-|a - b|^2 / (2 h^2)), h the median distance in the pooled cloud (Gretton et al.
+    2012); the biased estimate, which is >= 0, and 0 for a cloud against itself.
+    """
+    pooled = torch.cat([x, y]).double()
+    squared = torch.cdist(pooled, pooled).square()
+    off = ~torch.eye(len(pooled), dtype=torch.bool, device=pooled.device)
+    bandwidth = squared[off].median().clamp(min=1e-12)
+    kernel, n = torch.exp(-squared / (2 * bandwidth)), len(x)
+    return (kernel[:n, :n].mean() + kernel[n:, n:].mean() - 2 * kernel[:n, n:].mean()).clamp(min=0).item()
+
+
+# ------------------------------------------------------------------------------------------------
+# The report of a run
+# ------------------------------------------------------------------------------------------------
+
+# Okabe and Ito's colours, apart for colour-blind eyes; markers and dashes keep them apart in grey.
+STYLES = [("#0072B2", "o", "-"), ("#D55E00", "s", "--"), ("#009E73", "^", "-."), ("#CC79A7", "D", ":"),
+          ("#E69F00", "v", "-"), ("#56B4E9", "P", "--"), ("#000000", "X", "-."), ("#F0E442", "*", ":")]
+
+
+def format_matrix(tasks, R):
+    """The matrix as a Markdown table, which also reads well in a terminal."""
+    width = max(map(len, [*tasks, "accuracy"]))
+    label = max(len("after stage 0"), *(len(f"{i} {t}") for i, t in enumerate(tasks, 1))) + 2
+    lines = [f"| {'after stage':<{label}} | " + " | ".join(f"{t:>{width}}" for t in tasks) + " |"]
+    lines.append(f"| {'-' * label} | " + " | ".join("-" * (width - 1) + ":" for _ in tasks) + " |")
+    for i, row in enumerate(R):
+        name = "0 base" if i == 0 else f"{i} {tasks[i - 1]}"
+        lines.append(f"| {name:<{label}} | " + " | ".join(f"{r:>{width}.3f}" for r in row) + " |")
+    return "\n".join(lines)
+
+
+def load_runs(folder):
+    """{variant: {"tasks", "rows", "steps"}} of a run folder, with or without variants, in order."""
+    folder = Path(folder)
+    if (folder / "comparison.json").exists():
+        places = {name: folder / name for name in json.loads((folder / "comparison.json").read_text())}
+    else:
+        places = {folder.name: folder}
+    runs = {}
+    for name, place in places.items():
+        if not (place / "matrix.json").exists():
+            raise ValueError(f"{place}: no matrix.json; is this the folder of a run?")
+        matrix, log = json.loads((place / "matrix.json").read_text()), place / "metrics.jsonl"
+        steps = [json.loads(line) for line in log.read_text().splitlines()] if log.exists() else []
+        runs[name] = {"tasks": matrix["tasks"], "rows": matrix["rows"], "steps": steps}
+    return runs
+
+
+def _figures(runs, folder):
+    """Draw the three figures of a run into `folder`; returns their paths."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    tasks = next(iter(runs.values()))["tasks"]
+    styles = dict(zip(runs, STYLES * (1 + len(runs) // len(STYLES))))
+    line = lambda name: dict(zip(("color", "marker", "linestyle"), styles[name]), label=name)  # noqa: E731
+    paths = []
+
+    def finish(figure, name):
+        handles, labels = figure.axes[0].get_legend_handles_labels()
+        figure.legend(handles, labels, loc="outside upper center", ncols=min(4, len(labels)), frameon=False)
+        figure.savefig(folder / name, dpi=110)
+        plt.close(figure)
+        paths.append(folder / name)
+
+    figure, axes = plt.subplots(1, len(tasks), figsize=(2.6 * len(tasks) + 1, 3.0), sharey=True, layout="constrained", squeeze=False)
+    for j, (ax, task) in enumerate(zip(axes[0], tasks)):
+        for name, run in runs.items():
+            ax.plot([row[j] for row in run["rows"]], **line(name))
+        ax.axvline(j + 1, color="0.8", zorder=0)
+        ax.set(title=f"accuracy on {task}", xticks=range(len(tasks) + 1), ylim=(-0.03, 1.03))
+        ax.set_xticklabels(["base", *tasks], rotation=45, ha="right")
+    axes[0][0].set_ylabel("accuracy (one seed)")
+    finish(figure, "accuracy.png")
+
+    figure, axes = plt.subplots(2, 1, figsize=(8, 4.6), sharex=True, layout="constrained")
+    for ax, key, label in zip(axes, ("reward", "divergence"), ("mean reward", "divergence (nats/token)")):
+        for name, run in runs.items():
+            points = [(n, s[key]) for n, s in enumerate(run["steps"], 1) if s.get(key) is not None]
+            if points:
+                ax.plot(*zip(*points), **line(name) | {"marker": None})
+        ax.set_ylabel(label)
+    longest = max(runs.values(), key=lambda run: len(run["steps"]))["steps"]
+    starts = [n for n, s in enumerate(longest) if n == 0 or s["stage"] != longest[n - 1]["stage"]]
+    for ax in axes:
+        for n in starts[1:]:
+            ax.axvline(n + 0.5, color="0.8", zorder=0)
+    for n in starts:
+        axes[0].text(n + 1, 1.02, longest[n]["task"], transform=axes[0].get_xaxis_transform(), fontsize=9, color="0.3")
+    axes[1].set_xlabel("training step over the whole sequence")
+    finish(figure, "steps.png")
+
+    figure, ax = plt.subplots(figsize=(1.6 * len(tasks) + 2, 3.2), layout="constrained")
+    width = 0.8 / len(runs)
+    for i, (name, run) in enumerate(runs.items()):
+        places = [j + (i - (len(runs) - 1) / 2) * width for j in range(len(tasks))]
+        hatch = ("", "//", "..", "xx", "\\\\", "++", "oo", "--")[i % 8]
+        ax.bar(places, run["rows"][-1], width * 0.92, color=styles[name][0], hatch=hatch, edgecolor="white", label=name)
+    for j, base in enumerate(next(iter(runs.values()))["rows"][0]):
+        ax.hlines(base, j - 0.42, j + 0.42, color="black", linewidth=1.5, label="base" if j == 0 else None)
+    ax.set(xticks=range(len(tasks)), xticklabels=tasks, ylabel="final accuracy (one seed)", ylim=(0, 1.03))
+    finish(figure, "final.png")
+    return paths
+
+
+def report(folder):
+    """Write report.md, its figures and comparison numbers of a run folder; returns report.md's path.
+
+    Raises:
+        ValueError: the folder holds no run.
+    """
+    folder, runs = Path(folder), load_runs(folder)
+    figures = {path.stem: path.name for path in _figures(runs, folder)}
+    tasks = next(iter(runs.values()))["tasks"]
+    text = [f"# Report of {folder.name}", "", "Sampled accuracy on each task's test rows. One seed: a difference of a few points may be noise.", ""]
+    text += ["| variant | " + " | ".join(f"last: {t}" for t in tasks) + " | average | gain | forgetting | backward transfer |"]
+    text += ["| --- |" + " ---: |" * (len(tasks) + 4)]
+    for name, run in runs.items():
+        m = continual_metrics(run["rows"])
+        numbers = [*m["last"], m["average"], m["gain"], m["forgetting"], m["backward_transfer"]]
+        text.append(f"| {name} | " + " | ".join(f"{x:.3f}" for x in numbers) + " |")
+    reading = {
+        "accuracy": "One panel a task, one line a variant; the grey line marks the stage that trains the task. Left of "
+                    "it a line shows transfer from other tasks, right of it a fall is forgetting.",
+        "steps": "Above, the mean reward of each step's samples; below, the divergence between student and teacher. "
+                 "Divergence that falls while reward falls too is a teacher following its student into collapse.",
+        "final": "Accuracy after the last stage. The black line is the base: a bar below it lost what the base could do.",
+    }
+    for key, name in figures.items():
+        text += ["", f"![{key}]({name})", "", reading[key]]
+    for name, run in runs.items():
+        text += ["", f"## {name}", "", format_matrix(tasks, run["rows"])]
+    path = folder / "report.md"
+    path.write_text("\n".join(text) + "\n")
+    return path
+
+
+def main(argv):
+    """python eval.py RUN: draw a run's report again."""
+    if len(argv) != 1:
+        print("usage: python eval.py RUN        (the out_dir of a run)")
+        return 2
+    try:
+        print(f"wrote {report(argv[0])}")
+    except ValueError as e:
+        print(f"error: {e}", file=sys.stderr)
+        return 2
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
