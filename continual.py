@@ -38,18 +38,22 @@ import sys
 import time
 import types
 import typing
+import warnings
+import zlib
 from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
 import torch.distributed.checkpoint as dcp
 import yaml
-from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+from torch.distributed.checkpoint.state_dict import (
+    get_model_state_dict, get_optimizer_state_dict, set_model_state_dict, set_optimizer_state_dict,
+)
 from tqdm import tqdm
 from transformers import AutoModelForCausalLM, AutoTokenizer, set_seed
 from transformers.utils import logging as transformers_logging
 
-from eval import TaskSpec, accuracy, continual_metrics, format_matrix, load_task, report, verify
+from eval import VERIFIERS, TaskSpec, accuracy, continual_metrics, format_matrix, load_task, report, verify
 from grpo import encode, group_advantages, grpo_loss, left_pad, rollout, stop_ids
 from kernels import fused_token_kl, fused_token_logps, masked_mean, predicting
 from sdpo import FEEDBACK, REPROMPT, SOLUTION, Teacher, drop_tokens, sdpo_loss, teacher_prompts
@@ -196,7 +200,7 @@ ALLOWED = {
     "eval.samples": _AT_LEAST_1, "eval.temperature": _NOT_NEGATIVE, "eval.max_new_tokens": _AT_LEAST_1,
     "eval.top_p": (lambda x: 0 < x <= 1, "above 0 and at most 1"), "eval.top_k": _NOT_NEGATIVE,
     "eval.batch_size": _NOT_NEGATIVE,
-    "tasks.verifier": _one_of("math", "mcq", "mcq_boxed", "tool", "code"), "tasks.steps": _AT_LEAST_1,
+    "tasks.verifier": _one_of(*VERIFIERS), "tasks.steps": _AT_LEAST_1,
     "tasks.train_limit": _AT_LEAST_1, "tasks.test_limit": _AT_LEAST_1,
     "tasks.test_share": (lambda x: 0 < x < 1, "above 0 and below 1"),
 }
@@ -677,14 +681,23 @@ def stop_signals():
             signal.signal(number, handler)
 
 
-def _digests(folder):
-    return {p.name: hashlib.sha256(p.read_bytes()).hexdigest() for p in sorted(folder.iterdir()) if p.name != "state.json"}
+def _checksums(folder):
+    """CRC-32 of every file but state.json: finds what was cut short or flipped, at the disk's speed."""
+    sums = {}
+    for path in sorted(folder.iterdir()):
+        if path.name != "state.json":
+            with open(path, "rb") as f:
+                sums[path.name] = 0
+                while block := f.read(1 << 24):
+                    sums[path.name] = zlib.crc32(block, sums[path.name])
+    return sums
 
 
 def _tensors(model, optimizer, teacher, reference):
-    """Everything with weights in it, as the tree that PyTorch's distributed checkpoint saves."""
-    weights, moments = get_state_dict(model, optimizer)
-    tree = {"model": weights, "optimizer": moments}
+    """Everything of a stage with weights in it, as the tree that PyTorch's distributed checkpoint saves."""
+    tree = {"model": get_model_state_dict(model)}
+    if optimizer is not None:
+        tree["optimizer"] = get_optimizer_state_dict(model, optimizer)
     if teacher is not None and teacher.model is not model:
         tree["teacher"] = teacher.model.state_dict()
     if reference is not None:
@@ -692,8 +705,11 @@ def _tensors(model, optimizer, teacher, reference):
     return tree
 
 
-def save_checkpoint(folder, state, model, optimizer, teacher, reference, keep):
-    """Write a checkpoint beside its place, with digests, then rename it; the oldest go."""
+def save_checkpoint(folder, state, keep, model, optimizer=None, teacher=None, reference=None):
+    """Write a checkpoint beside its place, with checksums, then rename it; all but `keep` old ones go.
+
+    Between two stages (step 0) the model is all there is.
+    """
     place = folder / "checkpoints" / f"{state['stage']:03d}-{state['step']:06d}"
     temporary = folder / "checkpoints" / "unfinished"
     shutil.rmtree(temporary, ignore_errors=True)
@@ -702,7 +718,7 @@ def save_checkpoint(folder, state, model, optimizer, teacher, reference, keep):
     for file in temporary.iterdir():
         with open(file, "rb") as f:
             os.fsync(f.fileno())
-    extra = {"teacher_updates": teacher.updates if teacher else 0, "digests": _digests(temporary)}
+    extra = {"teacher_updates": teacher.updates if teacher else 0, "checksums": _checksums(temporary)}
     write_whole(temporary / "state.json", json.dumps(state | extra))
     shutil.rmtree(place, ignore_errors=True)
     os.replace(temporary, place)
@@ -721,7 +737,7 @@ def newest_state(folder, say=print):
     for place in checkpoints(folder):
         try:
             state = json.loads((place / "state.json").read_text())
-            if state["digests"] == _digests(place):
+            if state["checksums"] == _checksums(place):
                 return place, state
             raise ValueError("a file differs from what was written")
         except (OSError, ValueError, KeyError) as e:
@@ -729,17 +745,17 @@ def newest_state(folder, say=print):
     return None
 
 
-def load_checkpoint(place, state, model, optimizer, teacher, reference):
-    """Put a checkpoint's weights, optimizer moments and teacher in place."""
+def load_checkpoint(place, model, optimizer=None, teacher=None, reference=None):
+    """Put a checkpoint's weights, and those of what else is given, in place."""
     tree = _tensors(model, optimizer, teacher, reference)
     dcp.load(tree, checkpoint_id=place, no_dist=True)
-    set_state_dict(model, optimizer, model_state_dict=tree["model"], optim_state_dict=tree["optimizer"])
+    set_model_state_dict(model, tree["model"])
+    if optimizer is not None:
+        set_optimizer_state_dict(model, optimizer, tree["optimizer"])
     if "teacher" in tree:
         teacher.model.load_state_dict(tree["teacher"])
     if "reference" in tree:
         reference.load_state_dict(tree["reference"])
-    if teacher is not None:
-        teacher.updates = state["teacher_updates"]
 
 
 def claim_folder(config, folder):
@@ -797,11 +813,6 @@ def save_model(folder, name, model, tokenizer):
     os.replace(temporary, folder / name)
 
 
-def new_optimizer(model, config):
-    o = config.optim
-    return torch.optim.AdamW(model.parameters(), lr=config.lr, betas=(o.beta1, o.beta2), weight_decay=o.weight_decay)
-
-
 def begin_stage(model, config, device):
     """What a stage starts with: optimizer, teacher (sdpo), reference (grpo with a penalty)."""
     teacher = reference = None
@@ -811,7 +822,9 @@ def begin_stage(model, config, device):
         teacher = Teacher(model, s.teacher, s.rate, s.every, init, s.init_mix)
     if config.method == "grpo" and config.grpo.kl_coef:
         reference = copy.deepcopy(model).eval().requires_grad_(False)
-    return new_optimizer(model, config), teacher, reference
+    o = config.optim
+    optimizer = torch.optim.AdamW(model.parameters(), lr=config.lr, betas=(o.beta1, o.beta2), weight_decay=o.weight_decay)
+    return optimizer, teacher, reference
 
 
 def train_step(model, tokenizer, task, teacher, reference, optimizer, config, stage, step):
@@ -864,20 +877,23 @@ def run_variant(config, folder, shared, label, say=print):
     write_whole(log_file, "".join(lines))                                  # lines after the checkpoint are made again
     if not state["rows"]:
         state["rows"] = [base_row(model, tokenizer, tasks, config, shared)]
+    if place is not None:
+        load_checkpoint(place, model)
     with stop_signals() as caught, open(log_file, "a", encoding="utf-8") as log:
         while state["stage"] <= K:
             task = tasks[state["stage"] - 1]
-            optimizer, teacher, reference = begin_stage(model, config, device)
-            if place is not None:
-                load_checkpoint(place, state, model, optimizer, teacher, reference)
-                place = None
-            keep = lambda: save_checkpoint(folder, state, model, optimizer, teacher, reference, config.keep_checkpoints)  # noqa: E731
-            train_stage(model, tokenizer, task, teacher, reference, optimizer, config, state, log, keep, caught, label)
+            optimizer, teacher, reference = stage_parts = begin_stage(model, config, device)
+            if place is not None and state["step"]:
+                load_checkpoint(place, model, *stage_parts)
+                if teacher is not None:
+                    teacher.updates = state["teacher_updates"]
+            place = None
+            keep = lambda: save_checkpoint(folder, state, config.keep_checkpoints, model, *stage_parts)  # noqa: E731
+            train_stage(model, tokenizer, task, teacher, reference, optimizer, config, state, folder, log, keep, caught, label)
             save_model(folder, f"stage-{state['stage']}-{task.spec.name}", model, tokenizer)
             row, details = measure(model, tokenizer, tasks, config)
             state |= {"stage": state["stage"] + 1, "step": 0, "rows": [*state["rows"], row]}
-            optimizer, teacher, reference = new_optimizer(model, config), None, None
-            save_checkpoint(folder, state, model, optimizer, teacher, reference, config.keep_checkpoints)
+            save_checkpoint(folder, state, config.keep_checkpoints, model)
             matrix = {"tasks": names, "rows": state["rows"], "metrics": continual_metrics(state["rows"])}
             write_whole(folder / f"evaluation-{state['stage'] - 1}.json", json.dumps(details, indent=1))
             write_whole(matrix_file, json.dumps(matrix, indent=1))
@@ -886,12 +902,13 @@ def run_variant(config, folder, shared, label, say=print):
 
 
 def stop_if_asked(caught, folder):
+    """Leave with the signal's exit code, if one came."""
     if caught:
-        print(f"stopped by {signal.Signals(caught[0]).name}; saved in {folder}; the same command continues", file=sys.stderr)
+        tqdm.write(f"stopped by {signal.Signals(caught[0]).name}; saved in {folder}; the same command continues", file=sys.stderr)
         raise SystemExit(128 + caught[0])
 
 
-def train_stage(model, tokenizer, task, teacher, reference, optimizer, config, state, log, keep, caught, label):
+def train_stage(model, tokenizer, task, teacher, reference, optimizer, config, state, folder, log, keep, caught, label):
     """The steps of one stage that are still to do; `state` moves along, `keep` saves it.
 
     Steps fresh from the start of a stage have no checkpoint yet: the stage before ended with one.
@@ -914,7 +931,7 @@ def train_stage(model, tokenizer, task, teacher, reference, optimizer, config, s
             if state["step"] % config.save_every == 0 or state["step"] == steps or caught:
                 os.fsync(log.fileno())
                 keep()
-            stop_if_asked(caught, log.name)
+            stop_if_asked(caught, folder)
 
 
 def run(config, say=print):
@@ -925,6 +942,7 @@ def run(config, say=print):
     """
     out, results = Path(config.out_dir), {}
     transformers_logging.disable_progress_bar()
+    warnings.filterwarnings("ignore", message="torch.distributed is disabled")  # one process: it is meant to be
     with folder_lock(out):
         if config.variants:
             claim_folder(config, out)

@@ -64,7 +64,7 @@ class TaskSpec:
     split: str = "train"                # the hub's split
     revision: str | None = None         # a commit of the hub's repository, so that rows can't change
     test_path: str | None = None        # file or hub id of the test rows
-    test_split: str | None = None       # or another split of `path`; neither: `test_share` is held out
+    test_split: str | None = None       # or another split of a hub dataset; neither: `test_share` is held out
     test_share: float = 0.1             # share of the rows held out as test, by a fixed shuffle
     where: dict = field(default_factory=dict)  # column: a value, or a list of allowed values
     system: str | None = None           # template of the system message
@@ -119,6 +119,11 @@ def column(row, path):
     return value
 
 
+def is_file(path):
+    """Whether a path names a local file of rows, rather than a dataset of the hub."""
+    return Path(path).suffix.lower() in (".json", ".jsonl", ".csv", ".parquet")
+
+
 def read_rows(path, subset=None, split="train", revision=None):
     """Rows of a local file or a hub dataset, as dicts.
 
@@ -165,7 +170,7 @@ def _example(row, spec, index):
             return "without tests"
     else:
         answer = column(row, spec.answer)
-        answer = "" if answer is None else str(answer).strip()
+        answer = json.dumps(answer) if isinstance(answer, (list, dict)) else "" if answer is None else str(answer).strip()
         if answer and spec.answer_pattern:
             found = re.search(spec.answer_pattern, answer, re.DOTALL)
             answer = found.group(1).strip() if found else ""
@@ -224,7 +229,7 @@ def load_task(spec):
     train = _examples(read(spec.path, spec.split), spec, spec.where, dropped)
     order = torch.randperm(len(train), generator=torch.Generator().manual_seed(42)).tolist()
     train = [train[i] for i in order]
-    if spec.test_path or spec.test_split:
+    if spec.test_path or (spec.test_split and not is_file(spec.path)):
         test = _examples(read(spec.test_path or spec.path, spec.test_split or spec.split), spec, spec.where, dropped)
     else:
         held = max(1, round(spec.test_share * len(train)))

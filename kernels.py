@@ -25,8 +25,11 @@ complement; there it is log(1 - sum of the kept), which loses up to 4 nats in sm
     python kernels.py        compares the plain and the chunked divergence: time, memory, error
 """
 
+import functools
 import math
 import time
+import warnings
+from types import SimpleNamespace
 
 import torch
 import torch.nn.functional as F
@@ -121,15 +124,14 @@ def _divergence(s, t, alpha):
     return (1 - alpha) * (s.exp() * (s - m)).sum(-1) + alpha * (t.exp() * (t - m)).sum(-1)
 
 
-def _top_buckets(s, t, k, tail):
-    """Keep the student's k most likely tokens of both; the rest becomes one bucket, or is dropped.
+def _buckets(s, t, index, tail):
+    """Keep the words at `index` of both distributions; the rest becomes one bucket, or is dropped.
 
     Args:
-        s, t: log-distributions (..., V). k: 1 <= k < V.
+        s, t: log-distributions (..., V). index: (..., k), 1 <= k < V.
     Returns:
-        log-distributions (..., k + 1) with a tail bucket, or (..., k) renormalised without.
+        two log-distributions (..., k + 1) with a tail bucket, or (..., k) renormalised without.
     """
-    index = s.detach().topk(k, dim=-1).indices                            # (..., k), constants
     s_top, t_top = s.gather(-1, index), t.gather(-1, index)
     if not tail:
         return s_top.log_softmax(-1), t_top.log_softmax(-1)
@@ -137,6 +139,13 @@ def _top_buckets(s, t, k, tail):
     s_rest = s.scatter(-1, index, -math.inf).logsumexp(-1, keepdim=True)  # (..., 1)
     t_rest = t.scatter(-1, index, -math.inf).logsumexp(-1, keepdim=True)
     return torch.cat([s_top, s_rest], -1), torch.cat([t_top, t_rest], -1)
+
+
+def _check_divergence(name, alpha, topk, vocabulary):
+    if not 0 <= alpha <= 1:
+        raise ValueError(f"{name}: alpha {alpha} must lie in [0, 1]")
+    if topk is not None and not 1 <= topk <= vocabulary:
+        raise ValueError(f"{name}: topk {topk} must lie in 1..{vocabulary} (the vocabulary)")
 
 
 def token_kl(student_logits, teacher_logits, alpha, topk=None, tail=True):
@@ -158,10 +167,7 @@ def token_kl(student_logits, teacher_logits, alpha, topk=None, tail=True):
     0.1109
     """
     vocabulary = student_logits.shape[-1]
-    if not 0 <= alpha <= 1:
-        raise ValueError(f"token_kl: alpha {alpha} must lie in [0, 1]")
-    if topk is not None and not 1 <= topk <= vocabulary:
-        raise ValueError(f"token_kl: topk {topk} must lie in 1..{vocabulary} (the vocabulary)")
+    _check_divergence("token_kl", alpha, topk, vocabulary)
     if student_logits.shape != teacher_logits.shape:
         raise ValueError(
             f"token_kl: student {tuple(student_logits.shape)} and teacher "
@@ -170,7 +176,8 @@ def token_kl(student_logits, teacher_logits, alpha, topk=None, tail=True):
     s = _upcast(student_logits).log_softmax(-1)                           # (..., V)
     t = _upcast(teacher_logits.detach()).log_softmax(-1)                  # (..., V)
     if topk is not None and topk < vocabulary:
-        s, t = _top_buckets(s, t, topk, tail)
+        index = s.detach().topk(topk, dim=-1).indices                     # (..., k): the student's, constants
+        s, t = _buckets(s, t, index, tail)
     return _divergence(s, t, alpha)
 
 
@@ -195,81 +202,209 @@ def sampled_kl(logps, teacher_logps):
 # ------------------------------------------------------------------------------------------------
 
 
+def _head(head, dtype):
+    """Weight (V, H) and bias (V,) or None of an output projection, in the type that it computes in."""
+    bias = getattr(head, "bias", None)
+    return head.weight.to(dtype), None if bias is None else bias.to(dtype)
+
+
+def _compute_dtype(x):
+    """The type of matrix products here: autocast's where it is on, else the tensor's own."""
+    device = x.device.type
+    return torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else x.dtype
+
+
+def _mm(a, b):
+    """a @ b with a float32 result. On CUDA half-precision products can keep their float32 sums."""
+    if a.is_cuda and a.dtype in (torch.bfloat16, torch.float16):
+        return torch.mm(a, b, out_dtype=torch.float32)
+    return _upcast(a @ b)
+
+
+def _logits(hidden, weight, bias):
+    """(n, H), (V, H) -> (n, V) in float32 (float64 from float64)."""
+    z = _mm(hidden, weight.t())
+    return z if bias is None else z + bias
+
+
+def _gradient(s, t, alpha, topk, tail):
+    """D_alpha of log-distributions s, t (n, V), and its derivative in the student's logits (n, V).
+
+    Let S, T be what is compared: all words, or k words and a tail. With p = exp S, q = exp T, the
+    derivative of D in p, times p, is (up to a multiple of p, which drops out below)
+
+        R = -q  (alpha = 0)      p (S - T)  (alpha = 1)      (1 - alpha) p (S - M)  (between)
+
+    and through the softmax the derivative in a bucket's log mass is G = R - p sum(R). A word has
+    its bucket's G to itself, or in the tail its share s_v / p_tail of it.
+    """
+    index = None if topk is None else s.topk(topk, dim=-1).indices         # (n, k)
+    S, T = (s, t) if topk is None else _buckets(s, t, index, tail)
+    p, q = S.exp(), T.exp()
+    if alpha == 0:
+        D, R = (q * (T - S)).sum(-1), -q
+    elif alpha == 1:
+        R = p * (S - T)
+        D = R.sum(-1)
+    else:
+        M = torch.logaddexp(S + math.log(1 - alpha), T + math.log(alpha))
+        R = (1 - alpha) * p * (S - M)
+        D = R.sum(-1) + alpha * (q * (T - M)).sum(-1)
+    G = R - p * R.sum(-1, keepdim=True)
+    if topk is None:
+        return D, G
+    if not tail:
+        return D, torch.zeros_like(s).scatter(-1, index, G)
+    return D, ((s - S[:, -1:]).exp() * G[:, -1:]).scatter(-1, index, G[:, :-1])
+
+
+@functools.lru_cache(maxsize=None)
+def _core(alpha, topk, tail, sampled, temperature, is_clip, teacher_mix, compiled):
+    """The work on one chunk of logits, with its constants closed over; compiled once for all lengths."""
+
+    def core(z, z_teacher, tokens, weights, old_logps):                    # (n, V), (n, V), (n,), (n,), (n,)
+        z, z_teacher = z / temperature, z_teacher / temperature
+        if teacher_mix:
+            z_teacher = z_teacher.lerp(z, teacher_mix)
+        s, t = z.log_softmax(-1), z_teacher.log_softmax(-1)
+        y = tokens.unsqueeze(-1)
+        logps, entropy = s.gather(-1, y).squeeze(-1), -(s.exp() * s).sum(-1)
+        if sampled:
+            D = logps - t.gather(-1, y).squeeze(-1)
+            G = D.unsqueeze(-1) * torch.zeros_like(s).scatter(-1, y, 1.0).sub(s.exp())
+        else:
+            D, G = _gradient(s, t, alpha, topk, tail)
+        if is_clip is not None:
+            weights = weights * (logps - old_logps).exp().clamp(max=is_clip)
+        return weights * D, G * (weights / temperature).unsqueeze(-1), D, logps, entropy
+
+    if not compiled:
+        return core
+    ready = torch.compile(core, dynamic=False)
+
+    def attempt(*chunk):
+        nonlocal ready
+        try:
+            return ready(*chunk)
+        except Exception as e:  # no compiler on this machine, or one that fails: its errors have no common base
+            if ready is core:
+                raise
+            warnings.warn(f"token kernel: torch.compile failed ({type(e).__name__}); going on without it", stacklevel=2)
+            ready = core
+            return core(*chunk)
+
+    return attempt
+
+
+class _FusedTokenKL(torch.autograd.Function):
+    """The weighted sum of divergences; forward makes the gradients too, backward only scales them."""
+
+    @staticmethod
+    def forward(ctx, hidden, weight, bias, teacher_hidden, teacher_weight, teacher_bias, weights, tokens, old_logps, core, chunk, pad):
+        wants = ctx.needs_input_grad
+        dH = torch.empty_like(hidden) if wants[0] else None
+        dW = torch.zeros_like(weight, dtype=_upcast(weight[:0]).dtype) if wants[1] else None
+        db = torch.zeros_like(bias, dtype=_upcast(weight[:0]).dtype) if wants[2] else None
+        total, logged = _upcast(hidden[:0]).new_zeros(()), []
+        for i in range(0, len(hidden), chunk):
+            inputs = [x[i : i + chunk] for x in (hidden, teacher_hidden, tokens, weights, old_logps)]
+            n = len(inputs[0])
+            if pad and n < chunk:                                          # fixed shapes: one graph for every length
+                inputs = [torch.cat([x, x.new_zeros(chunk - n, *x.shape[1:])]) for x in inputs]
+            h, h_teacher, *rest = inputs
+            loss, dz, *numbers = core(_logits(h, weight, bias), _logits(h_teacher, teacher_weight, teacher_bias), *rest)
+            total = total + loss.sum()
+            logged.append([x[:n] for x in numbers])
+            dz = dz.to(weight.dtype)                                       # (chunk, V)
+            if wants[0]:
+                dH[i : i + chunk] = (dz @ weight)[:n]
+            if wants[1]:
+                dW += _mm(dz.t(), h)
+            if wants[2]:
+                db += dz.sum(0, dtype=db.dtype)
+        ctx.save_for_backward(dH, dW, db)
+        ctx.dtypes = [None if x is None else x.dtype for x in (hidden, weight, bias)]
+        out = [torch.cat(x) for x in zip(*logged)] or [total.new_zeros(0) for _ in range(3)]
+        ctx.mark_non_differentiable(*out)
+        return total, *out
+
+    @staticmethod
+    def backward(ctx, grad, *_):
+        grads = [None if g is None else (g * grad).to(dtype) for g, dtype in zip(ctx.saved_tensors, ctx.dtypes)]
+        return *grads, *[None] * 9
+
+
 def fused_token_kl(
     student_hidden, student_head, teacher_hidden, teacher_head, weights, tokens, *,
     alpha, topk=None, temperature=1.0, chunk=1024,
-    tail=True, sampled=False, old_logps=None, is_clip=None, teacher_mix=0.0,
+    tail=True, sampled=False, old_logps=None, is_clip=None, teacher_mix=0.0, compiled=None,
 ):
     """Weighted sum of token divergences straight from hidden states, a chunk of tokens at a time.
 
         loss = sum_i  w_i min(exp(logp_i - old_i), is_clip) D_alpha(s_i, t_i)
 
-    Each chunk projects its hidden states to logits, forms its part of the sum and drops the logits;
-    the backward pass makes them again. The result doesn't depend on `chunk`.
+    With the weights known beforehand, the gradient can be made where the logits are: each chunk is
+    projected once, gives dD/dz (see `_gradient`), that gives dH = dz W and dW += dz^T H, and the
+    logits are gone; the backward pass multiplies by the loss's own gradient. Nothing of size (N, V)
+    is kept, nothing is computed twice, and the result doesn't depend on `chunk`.
 
     Args:
         student_hidden, teacher_hidden: (N, H), the states that predict `tokens`.
-        student_head, teacher_head: the output projections, callables (n, H) -> (n, V).
+        student_head, teacher_head: the output projections: `weight` (V, H), perhaps `bias` (V,).
         weights: (N,) weight of each token, constants (mask over the batch's token count).
-        tokens: (N,) sampled ids.
-        alpha, topk, tail: as in `token_kl`. sampled: `sampled_kl` in its place (needs alpha = 1).
-        temperature: divides both models' logits. chunk: tokens projected at once.
+        tokens: (N,) sampled ids. alpha, topk, tail: as in `token_kl`.
+        sampled: `sampled_kl` in its place (needs alpha = 1). temperature: divides both logits.
         old_logps, is_clip: (N,) log-probs at sampling time and the cap on the importance weight,
-            which is a constant for the gradient; None leaves it out.
+            a constant for the gradient; None leaves it out.
         teacher_mix: teacher logits become lerp(teacher, student, teacher_mix) (trust region).
+        compiled: use torch.compile; None: on CUDA.
     Returns:
         loss (scalar, with gradient), and detached (N,): divergence, log-prob, student entropy.
     Raises:
-        ValueError: as `token_kl`; sampled with alpha other than 1.
+        ValueError: as `token_kl`; sampled with alpha other than 1; is_clip without old_logps.
     """
+    vocabulary = student_head.weight.shape[0]
+    _check_divergence("fused_token_kl", alpha, topk, vocabulary)
     if sampled and alpha != 1:
         raise ValueError(f"fused_token_kl: the sampled token alone estimates KL(s || t): alpha must be 1, not {alpha}")
-
-    def part(student_hidden, teacher_hidden, weights, tokens, old_logps):  # (n, H), ..., n <= chunk
-        student = _upcast(student_head(student_hidden)) / temperature      # (n, V)
-        with torch.no_grad():
-            teacher = _upcast(teacher_head(teacher_hidden)) / temperature  # (n, V)
-            teacher = teacher.lerp(student, teacher_mix) if teacher_mix else teacher
-        logps = token_logps(student, tokens)                               # (n,)
-        if sampled:
-            divergence = sampled_kl(logps, token_logps(teacher, tokens))
-        else:
-            divergence = token_kl(student, teacher, alpha, topk, tail)
-        if is_clip is not None:
-            weights = weights * (logps.detach() - old_logps).exp().clamp(max=is_clip)
-        with torch.no_grad():
-            entropy = token_entropy(student)
-        return (weights * divergence).sum(), divergence.detach(), logps.detach(), entropy
-
-    old_logps = weights if old_logps is None else old_logps                # unused without is_clip
-    parts = [
-        checkpoint(part, *pieces, use_reentrant=False, preserve_rng_state=False)
-        for pieces in zip(*(x.split(chunk) for x in (student_hidden, teacher_hidden, weights, tokens, old_logps)))
-    ]
-    losses, *logged = zip(*parts)
-    return torch.stack(losses).sum(), *(torch.cat(x) for x in logged)
+    if is_clip is not None and old_logps is None:
+        raise ValueError("fused_token_kl: is_clip needs old_logps")
+    compiled = student_hidden.is_cuda if compiled is None else compiled
+    core = _core(alpha, None if topk == vocabulary else topk, tail, sampled, temperature, is_clip, teacher_mix, compiled)
+    dtype = _compute_dtype(student_hidden)
+    with torch.autocast(student_hidden.device.type, enabled=False):
+        return _FusedTokenKL.apply(
+            student_hidden.to(dtype), *_head(student_head, dtype),
+            teacher_hidden.detach().to(dtype), *(None if x is None else x.detach() for x in _head(teacher_head, dtype)),
+            weights, tokens, weights if old_logps is None else old_logps, core, chunk, compiled,
+        )
 
 
 def fused_token_logps(hidden, head, tokens, *, temperature=1.0, chunk=1024):
     """Log-probs and entropies straight from hidden states, a chunk of tokens at a time.
 
+    Their gradient isn't known before the loss is, so the backward pass makes the logits again.
+
     Args:
-        hidden: (N, H), the states that predict `tokens`. head: callable (n, H) -> (n, V).
+        hidden: (N, H), the states that predict `tokens`. head: `weight` (V, H), perhaps `bias`.
         tokens: (N,) ids. temperature: divides the logits. chunk: tokens projected at once.
     Returns:
         log-probs (N,) with gradient, entropies (N,) without.
     """
+    dtype = _compute_dtype(hidden)
+    weight, bias = _head(head, dtype)
 
     def part(hidden, tokens):                                              # (n, H), (n,)
-        logits = _upcast(head(hidden)) / temperature                       # (n, V)
+        logits = _upcast(F.linear(hidden, weight, bias)) / temperature     # (n, V)
         with torch.no_grad():
             entropy = token_entropy(logits)
         return token_logps(logits, tokens), entropy
 
-    parts = [
-        checkpoint(part, h, y, use_reentrant=False, preserve_rng_state=False)
-        for h, y in zip(hidden.split(chunk), tokens.split(chunk))
-    ]
+    with torch.autocast(hidden.device.type, enabled=False):
+        parts = [
+            checkpoint(part, h, y, use_reentrant=False, preserve_rng_state=False)
+            for h, y in zip(hidden.to(dtype).split(chunk), tokens.split(chunk))
+        ]
     return tuple(torch.cat(x) for x in zip(*parts))
 
 
@@ -303,10 +438,10 @@ def main(N=256, V=16_384, H=128, alpha=0.5, rounds=3):
         logits = F.linear(teacher.to(dtype), W_t.to(dtype))
         return (token_kl(F.linear(h, w), logits, alpha) * weights).sum(), h, w
 
-    def chunked(chunk=64):
+    def fused(chunk=64):
         h, w = student.clone().requires_grad_(), W_s.clone().requires_grad_()
         loss, *_ = fused_token_kl(
-            h, lambda x: F.linear(x, w), teacher, lambda x: F.linear(x, W_t), weights, tokens, alpha=alpha, chunk=chunk
+            h, SimpleNamespace(weight=w), teacher, SimpleNamespace(weight=W_t), weights, tokens, alpha=alpha, chunk=chunk
         )
         return loss, h, w
 
@@ -314,7 +449,7 @@ def main(N=256, V=16_384, H=128, alpha=0.5, rounds=3):
     exact = torch.autograd.grad(loss, leaves)
     print(f"D_{alpha} and its gradient: N={N} tokens, V={V} words, H={H}, float32, {torch.get_num_threads()} threads")
     print(f"{'form':<10}{'ms':>8}{'MB kept':>10}{'gradient error':>17}")
-    for name, form in (("plain", plain), ("chunked", chunked)):
+    for name, form in (("plain", plain), ("fused", fused)):
         times, error = [], 0.0
         for _ in range(rounds):
             start = time.perf_counter()
@@ -324,7 +459,7 @@ def main(N=256, V=16_384, H=128, alpha=0.5, rounds=3):
             error = max(((g - e).abs().max() / e.abs().max()).item() for g, e in zip(grads, exact))
         ms, kept = 1000 * sorted(times)[rounds // 2], _kept_bytes(form) / 1e6
         print(f"{name:<10}{ms:>8.0f}{kept:>10.1f}{error:>17.1e}")
-    print("Same numbers; the chunked form projects twice and never keeps an (N, V) tensor.")
+    print("Same numbers; the fused form keeps the gradient of the weights (V, H), and never an (N, V) tensor.")
 
 
 if __name__ == "__main__":

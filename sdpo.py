@@ -28,6 +28,7 @@ any target gives a loss of 0 that still reaches the parameters.
 """
 
 import copy
+import json
 import math
 import re
 
@@ -259,3 +260,48 @@ def sdpo_loss(divergence, logps, old_logps, mask, is_clip=2.0, total=None):
         "importance": (weights * importance).sum().item(),
     }
     return (weights * importance * divergence).sum(), metrics
+
+
+# ------------------------------------------------------------------------------------------------
+# python sdpo.py: one response, judged twice
+# ------------------------------------------------------------------------------------------------
+
+
+def main():
+    """Show a student's prompt, its teacher's prompt, and their divergence at each response token."""
+    from pathlib import Path
+
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+    from transformers.utils import logging
+
+    logging.disable_progress_bar()
+    base = Path(__file__).parent / "configs" / "tiny" / "base"
+    model, tokenizer = AutoModelForCausalLM.from_pretrained(base), AutoTokenizer.from_pretrained(base)
+    example = json.loads((base.parent / "math-train.jsonl").read_text().splitlines()[0])
+    chat, right = [{"role": "user", "content": example["prompt"]}], example["reference"]
+    wrong = right.replace(example["answer"], str(int(example["answer"]) + 10))
+    seen = teacher_messages(chat, right)
+    print(f"The student is asked\n\n{_indent(chat[-1]['content'])}\n\nand answered, wrongly,\n\n{_indent(wrong)}\n")
+    print(f"A sibling was right, so the teacher, the same model, is asked\n\n{_indent(seen[-1]['content'])}\n")
+    response = tokenizer.encode(wrong, add_special_tokens=False) + [tokenizer.eos_token_id]
+    logits = []
+    for messages in (chat, seen):
+        prompt = tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=False)
+        with torch.no_grad():
+            out = model(input_ids=torch.tensor([prompt + response])).logits    # (1, L, V)
+        logits.append(predicting(out, len(response))[0])                       # (T, V)
+    divergence = token_kl(*logits, alpha=0.5)                                  # (T,)
+    print("At each token of that answer: how likely student and teacher found it, and their divergence.\n")
+    print(f"{'token':<14}{'student':>9}{'teacher':>9}{'D (nats)':>10}")
+    for token, s, t, d in zip(response, *(z.softmax(-1) for z in logits), divergence.tolist()):
+        print(f"{tokenizer.decode([token])!r:<14}{s[token].item():>9.3f}{t[token].item():>9.3f}{d:>10.4f}  {'#' * round(40 * d)}")
+    print(f"\nloss: their mean, {divergence.mean().item():.4f}. Where both agree there is nothing to learn; the digits that")
+    print("the demonstration contradicts carry nearly all of it. GRPO would blame every token alike.")
+
+
+def _indent(text):
+    return "\n".join("    " + line for line in text.splitlines())
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,436 @@
+"""The run: configuration, one step, and a folder in which nothing is lost."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+import yaml
+
+import continual
+from continual import ConfigError, RunError, load_config, main, make_config, micro_batches, prompt_indices, run
+
+ROOT = Path(__file__).resolve().parent.parent
+TINY = ROOT / "configs" / "tiny.yaml"
+# Two tasks, a few steps, few rows: a whole sequence in a few seconds.
+SHORT = ["stage_steps=3", "prompts_per_step=4", "group_size=4", "save_every=1", "eval.samples=1", "variants=[]"]
+
+
+def tiny(tmp_path, *overrides, tasks=2):
+    tree = yaml.safe_load(TINY.read_text())
+    tree["tasks"] = [t | {"test_limit": 8, "steps": 3} for t in tree["tasks"][:tasks]]
+    file = tmp_path / "config.yaml"
+    file.write_text(yaml.safe_dump(tree))
+    for name in ("tiny",):                                       # relative files are found beside the config
+        if not (tmp_path / name).exists():
+            (tmp_path / name).symlink_to(TINY.parent / name)
+    return load_config(file, [*SHORT, f"out_dir={tmp_path / 'run'}", *overrides])
+
+
+def log(folder):
+    lines = [json.loads(line) for line in (Path(folder) / "metrics.jsonl").read_text().splitlines()]
+    return [{k: v for k, v in line.items() if k != "seconds"} for line in lines]
+
+
+def weights(folder):
+    from safetensors.torch import load_file
+
+    return load_file(Path(folder) / "model.safetensors")
+
+
+def assert_equal_runs(a, b):
+    """Bit for bit: metrics (but for the clock), matrix, and the models of every stage."""
+    assert log(a) == log(b)
+    assert json.loads((a / "matrix.json").read_text()) == json.loads((b / "matrix.json").read_text())
+    stages = sorted(p.name for p in a.glob("stage-*"))
+    assert stages and stages == sorted(p.name for p in b.glob("stage-*"))
+    for stage in stages:
+        first, second = weights(a / stage), weights(b / stage)
+        assert first.keys() == second.keys() and all(torch.equal(first[k], second[k]) for k in first)
+
+
+# ---- configuration -----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("override, message", [
+    ("lrr=1", "lrr: no such key; did you mean lr?"),
+    ("sdpo.alpa=1", "sdpo.alpa: no such key; did you mean alpha?"),
+    ("tasks.0.pth=x", "tasks.0.pth: no such key; did you mean path?"),
+    ("lr=fast", "lr: 'fast' must be of type float"),
+    ("lr=0", "lr: 0.0 isn't allowed; it must be above 0"),
+    ("lr=nan", "lr: nan isn't allowed"),
+    ("seed=1.5", "seed: 1.5 must be of type int"),
+    ("seed=true", "seed: True must be of type int"),
+    ("stage_steps=0", "stage_steps: 0 isn't allowed; it must be at least 1"),
+    ("method=ppo", "method: 'ppo' isn't allowed; it must be one of grpo, sdpo, sft"),
+    ("sdpo.alpha=1.5", "sdpo.alpha: 1.5 isn't allowed; it must be between 0 and 1"),
+    ("sdpo.teacher=wise", "sdpo.teacher: 'wise' isn't allowed; it must be one of frozen, ema"),
+    ("sdpo.topk=0", "sdpo.topk: 0 isn't allowed"),
+    ("sdpo.sampled_token=true", "sdpo.alpha: 0.5 isn't allowed with sampled_token; it must be 1"),
+    ("sdpo.template={prompt} {oops}", "sdpo.template: "),
+    ("grpo.aggregation=mean", "grpo.aggregation: 'mean' isn't allowed; it must be one of token_mean, sequence_mean"),
+    ("grpo.dual_clip=1", "grpo.dual_clip: 1.0 isn't allowed; it must be above 1, or null"),
+    ("optim.compute_dtype=float16", "optim.compute_dtype: 'float16' isn't allowed"),
+    ("optim.updates_per_step=3", "optim.updates_per_step: 3 must divide prompts_per_step"),
+    ("tasks.0.verifier=maths", "tasks.0.verifier: 'maths' isn't allowed; it must be one of math, mcq"),
+    ("tasks.1.name=math", "tasks: the names ['math', 'math'"),
+    ("tasks.0.name=../up", "name: '../up' isn't allowed"),
+    ("tasks=[]", "tasks: at least one is needed"),
+    ("tasks.9.path=x", "override 'tasks.9.path=x': the file has no such place"),
+    ("lr", "override 'lr': must be key=value"),
+    ("model=null", "model: None must be of type str"),
+    ("sdpo=1", "sdpo: 1 must be a mapping"),
+    ("variants=[{name: a, set: {lrr: 1}}]", "variant a: lrr: no such key; did you mean lr?"),
+    ("variants=[{name: a/b}]", "name: 'a/b' isn't allowed"),
+])
+def test_bad_configs_stop_with_one_line(override, message, capsys):
+    assert main(["--config", str(TINY), override]) == 2
+    error = capsys.readouterr().err
+    assert error.startswith("error: ") and message in error and "tiny.yaml" in error
+    assert len(error.strip().splitlines()) == 1
+
+
+@pytest.mark.parametrize("method", ["grpo", "sdpo"])
+def test_a_group_of_one_has_no_siblings(method, capsys):
+    assert main(["--config", str(TINY), f"method={method}", "group_size=1", "variants=[]"]) == 2
+    assert f"group_size: 1 isn't allowed; {method} compares siblings" in capsys.readouterr().err
+
+
+def test_missing_and_broken_files(tmp_path, capsys):
+    broken = tmp_path / "broken.yaml"
+    broken.write_text("a: [1")
+    for file in (tmp_path / "none.yaml", broken):
+        assert main(["--config", str(file)]) == 2
+        assert f"{file}: can't read it" in capsys.readouterr().err
+
+
+def test_overrides_take_the_type_of_their_field():
+    c = load_config(TINY, ["lr=1e-5", "sdpo.topk=null", "tasks.0.prompt={question}", "tasks.0.where={level: [L3]}", "out_dir=1"])
+    assert (c.lr, c.sdpo.topk, c.tasks[0].prompt, c.tasks[0].where, c.out_dir) == (1e-5, None, "{question}", {"level": ["L3"]}, "1")
+    assert make_config({"model": "m", "out_dir": "o", "lr": "1e-5", "tasks": [{"name": "t", "path": "p", "verifier": "math"}]}).lr == 1e-5
+
+
+def test_every_shipped_config_loads():
+    for file in (ROOT / "configs").glob("*.yaml"):
+        assert load_config(file).tasks
+
+
+@pytest.mark.parametrize("override, message", [
+    ("model=no-such-folder/at/all", "model: can't load"),
+    ("sdpo.topk=100000", "sdpo.topk: 100000 isn't allowed; it must be at most the vocabulary"),
+    ("sdpo.max_teacher_tokens=100000", "sdpo.max_teacher_tokens: 100000 + max_new_tokens"),
+    ("max_prompt_tokens=2", "every train prompt is longer than max_prompt_tokens (2)"),
+    ("tasks.0.path=none.jsonl", "task math: can't read none.jsonl"),
+])
+def test_what_files_and_model_cannot_do(tmp_path, override, message):
+    with pytest.raises(ConfigError) as error:
+        run(tiny(tmp_path, "method=sdpo", override))
+    assert message in str(error.value) and "\n" not in str(error.value)
+
+
+def test_a_tokenizer_without_a_chat_template_is_refused(tmp_path):
+    import shutil
+
+    shutil.copytree(TINY.parent / "tiny" / "base", tmp_path / "base")
+    (tmp_path / "base" / "chat_template.jinja").unlink()
+    with pytest.raises(ConfigError, match="no chat template"):
+        run(tiny(tmp_path, f"model={tmp_path / 'base'}"))
+
+
+def test_long_prompts_are_dropped_and_counted(tmp_path):
+    from transformers import AutoTokenizer
+
+    from grpo import encode
+
+    config = tiny(tmp_path)
+    tokenizer = AutoTokenizer.from_pretrained(config.model)
+    whole = continual.load_tasks(config, tokenizer, say=lambda text: None)[0]
+    lengths = [len(encode(tokenizer, e.messages)) for e in whole.train]
+    config.max_prompt_tokens = sorted(lengths)[len(lengths) // 2]
+    said = []
+    cut = continual.load_tasks(config, tokenizer, said.append)[0]
+    assert len(cut.train) == sum(n <= config.max_prompt_tokens for n in lengths) < len(whole.train)
+    assert f"{len(whole.train) - len(cut.train)} over max_prompt_tokens (train)" in said[0]
+
+
+# ---- one step ----------------------------------------------------------------------------------
+
+
+def test_every_pass_over_the_data_asks_every_prompt_once():
+    count, size = 10, 4
+    stream = [i for step in range(5) for i in prompt_indices(count, size, step, "seed")]
+    assert sorted(stream[:10]) == sorted(stream[10:]) == list(range(10))
+    assert stream[:10] != stream[10:]                                    # and in another order
+    assert len(prompt_indices(3, 8, 0, "s")) == 8                        # more prompts than rows
+
+
+def test_micro_batches_hold_every_row_within_the_budget():
+    lengths = [7, 3, 9, 1, 4, 4, 30]
+    groups = micro_batches(lengths, 12)
+    assert sorted(i for g in groups for i in g) == list(range(7))
+    assert all(len(g) * max(lengths[i] for i in g) <= 12 or len(g) == 1 for g in groups)
+    assert micro_batches([], 12) == []
+
+
+def gradient(config, budget, seed=0):
+    """The gradient of one step's update, and its log."""
+    from transformers import AutoTokenizer
+
+    config.optim.micro_batch_tokens = budget
+    tokenizer = AutoTokenizer.from_pretrained(config.model)
+    task = continual.load_tasks(config, tokenizer, say=lambda text: None)[0]
+    model = continual.load_model(config.model, config, "cpu")
+    _, teacher, reference = continual.begin_stage(model, config, "cpu")
+    if reference is not None:                                            # a reference that differs from the policy
+        with torch.no_grad():
+            for p in reference.parameters():
+                p.mul_(0.9)
+    torch.manual_seed(seed)
+    examples = task.train[:4]
+    if config.method == "sft":
+        batch, _ = continual.references(tokenizer, examples, config, "cpu")
+    else:
+        batch, _ = continual.collect(model, tokenizer, task, examples, config)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    config.optim.grad_clip = 1e9
+    log = continual.update(model, teacher, reference, optimizer, batch, config, tokenizer.pad_token_id)
+    return torch.cat([p.grad.flatten() for p in model.parameters()]), log
+
+
+@pytest.mark.parametrize("overrides", [
+    ["method=grpo"], ["method=grpo", "grpo.aggregation=sequence_mean"], ["method=grpo", "grpo.kl_coef=0.1"],
+    ["method=sdpo"], ["method=sdpo", "sdpo.topk=5", "sdpo.mask_ratio=0.3"], ["method=sdpo", "sdpo.teacher=live", "sdpo.alpha=0"],
+    ["method=sdpo", "sdpo.sampled_token=true", "sdpo.alpha=1"], ["method=sft"],
+], ids=" ".join)
+def test_grpo_04_micro_batch_size_changes_nothing(tmp_path, overrides):
+    (small, log), (large, whole) = (gradient(tiny(tmp_path, *overrides), budget) for budget in (1, 10**6))
+    assert large.norm() > 0
+    torch.testing.assert_close(small, large, rtol=1e-4, atol=1e-6 * float(large.abs().max()) + 1e-9)
+    assert log == pytest.approx(whole, rel=1e-4, abs=1e-6)
+
+
+def test_sampled_log_probs_are_those_of_the_loss(tmp_path):
+    """On the first update the policy is the one that sampled: every ratio is 1, nothing is clipped."""
+    _, log = gradient(tiny(tmp_path, "method=grpo", "rollout.temperature=0.7", "grpo.kl_coef=0.1"), 200)
+    assert log["clipped"] == 0.0 and log["ratio"] == pytest.approx(1.0, abs=1e-5)
+
+
+def test_updates_per_step_and_the_teachers_pace(tmp_path):
+    config = tiny(tmp_path, "method=sdpo", "sdpo.teacher=ema", "optim.updates_per_step=2", tasks=1)
+    seen = []
+    original = continual.Teacher.update
+    continual.Teacher.update = lambda self, student: (original(self, student), seen.append(self.updates))
+    try:
+        run(config)
+    finally:
+        continual.Teacher.update = original
+    done = [line["updates"] for line in log(tmp_path / "run")]
+    assert all(0 <= u <= 2 for u in done) and seen == list(range(1, sum(done) + 1))
+
+
+def test_warm_up_and_learning_rate_restart_with_the_stage(tmp_path):
+    run(tiny(tmp_path, "optim.warmup_steps=2", "lr=1e-3", "method=sft"))
+    assert [line["lr"] for line in log(tmp_path / "run")] == pytest.approx([5e-4, 1e-3, 1e-3] * 2)
+
+
+# ---- a folder in which nothing is lost ---------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def uninterrupted(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("whole")
+    run(tiny(folder, "method=sdpo", "sdpo.teacher=ema", "optim.warmup_steps=2"))
+    return folder / "run"
+
+
+@pytest.mark.parametrize("moment", ["step 1", "step 5", "save 2", "save 4", "evaluation 1", "evaluation 3", "model 1"])
+def test_cont_01_cont_02_a_run_cut_anywhere_ends_the_same(tmp_path, monkeypatch, uninterrupted, moment):
+    """The process dies at the start of the n-th step, save, evaluation or model folder."""
+    kind, n = moment.split()
+    place = {"step": (continual, "train_step"), "save": (continual.dcp, "save"), "evaluation": (continual, "accuracy"),
+             "model": (continual, "save_model")}[kind]
+    original, calls = getattr(*place), []
+
+    class Death(BaseException):
+        pass
+
+    def fatal(*args, **kwargs):
+        calls.append(1)
+        if len(calls) == int(n):
+            raise Death
+        return original(*args, **kwargs)
+
+    settings = ["method=sdpo", "sdpo.teacher=ema", "optim.warmup_steps=2"]
+    with monkeypatch.context() as patch:
+        patch.setattr(*place, fatal)
+        with pytest.raises(Death):
+            run(tiny(tmp_path, *settings))
+    run(tiny(tmp_path, *settings))
+    assert_equal_runs(uninterrupted, tmp_path / "run")
+
+
+def test_sigkill_in_stage_two_then_the_same_command(tmp_path, uninterrupted):
+    tiny(tmp_path)
+    command = [sys.executable, str(ROOT / "continual.py"), "--config", str(tmp_path / "config.yaml"), *SHORT,
+               f"out_dir={tmp_path / 'run'}", "method=sdpo", "sdpo.teacher=ema", "optim.warmup_steps=2"]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, start_new_session=True)
+    lines = tmp_path / "run" / "metrics.jsonl"
+    deadline = time.time() + 100
+    while time.time() < deadline and not (lines.exists() and len(lines.read_text().splitlines()) >= 4):
+        time.sleep(0.01)
+    os.killpg(process.pid, signal.SIGKILL)
+    process.communicate()
+    assert process.returncode == -signal.SIGKILL
+    again = subprocess.run(command, capture_output=True, text=True)
+    assert again.returncode == 0, again.stderr
+    assert "continues from 002-" in again.stdout
+    assert_equal_runs(uninterrupted, tmp_path / "run")
+
+
+def test_sigterm_saves_and_exits(tmp_path):
+    tiny(tmp_path)
+    command = [sys.executable, str(ROOT / "continual.py"), "--config", str(tmp_path / "config.yaml"), *SHORT,
+               f"out_dir={tmp_path / 'run'}", "save_every=1000", "tasks.0.steps=1000", "method=sft"]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    lines = tmp_path / "run" / "metrics.jsonl"
+    deadline = time.time() + 100
+    while time.time() < deadline and not (lines.exists() and lines.read_text()):
+        time.sleep(0.01)
+    process.send_signal(signal.SIGTERM)
+    _, error = process.communicate(timeout=60)
+    assert process.returncode == 143
+    assert "stopped by SIGTERM; saved in" in error and "Traceback" not in error
+    state = json.loads(next((tmp_path / "run" / "checkpoints").glob("001-*/state.json")).read_text())
+    assert state["step"] == len(log(tmp_path / "run")) < 1000
+
+
+@pytest.mark.parametrize("harm", ["truncated", "flipped", "missing", "no state"])
+def test_a_damaged_checkpoint_gives_way_to_the_one_before(tmp_path, monkeypatch, uninterrupted, harm):
+    settings = ["method=sdpo", "sdpo.teacher=ema", "optim.warmup_steps=2"]
+    with monkeypatch.context() as patch:
+        patch.setattr(continual, "measure", _fail_at(continual.measure, 3))
+        with pytest.raises(KeyError):
+            run(tiny(tmp_path, *settings))
+    newest = continual.checkpoints(tmp_path / "run")[0]
+    file = newest / ("state.json" if harm == "no state" else "__0_0.distcp")
+    data = file.read_bytes()
+    if harm in ("missing", "no state"):
+        file.unlink()
+    else:
+        file.write_bytes(data[: len(data) // 2] if harm == "truncated" else data[:500] + bytes([data[500] ^ 1]) + data[501:])
+    said = []
+    run(tiny(tmp_path, *settings), say=said.append)
+    assert any(f"{newest} is damaged" in s for s in said) and any("continues from" in s for s in said)
+    assert_equal_runs(uninterrupted, tmp_path / "run")
+
+
+def _fail_at(function, n):
+    calls = []
+
+    def failing(*args, **kwargs):
+        calls.append(1)
+        if len(calls) == n:
+            raise KeyError("cut")
+        return function(*args, **kwargs)
+
+    return failing
+
+
+def test_no_whole_checkpoint_is_never_a_silent_new_start(tmp_path, monkeypatch):
+    with monkeypatch.context() as patch:
+        patch.setattr(continual, "train_step", _fail_at(continual.train_step, 3))
+        with pytest.raises(KeyError):
+            run(tiny(tmp_path, "method=sft"))
+    for place in continual.checkpoints(tmp_path / "run"):
+        (place / "state.json").unlink()
+    with pytest.raises(RunError, match="no checkpoint is whole"):
+        run(tiny(tmp_path, "method=sft"))
+
+
+def test_finished_runs_end_at_once_and_other_configs_are_refused(tmp_path, monkeypatch):
+    config = tiny(tmp_path, "method=sft", tasks=1)
+    rows = run(config)
+    monkeypatch.setattr(continual, "load_model", None)                   # a finished run loads no model
+    assert run(tiny(tmp_path, "method=sft", tasks=1)) == rows
+    with pytest.raises(ConfigError, match="belongs to another config: lr is .* there, 0.25 here"):
+        run(tiny(tmp_path, "method=sft", "lr=0.25", tasks=1))
+
+
+def test_a_run_folder_belongs_to_one_process(tmp_path):
+    code = "import fcntl,sys,time; f=open(sys.argv[1],'a'); fcntl.flock(f,fcntl.LOCK_EX); print('ok',flush=True); time.sleep(60)"
+    (tmp_path / "run").mkdir()
+    other = subprocess.Popen([sys.executable, "-c", code, str(tmp_path / "run" / ".lock")], stdout=subprocess.PIPE)
+    other.stdout.readline()
+    with pytest.raises(ConfigError, match="in use by another process"):
+        run(tiny(tmp_path))
+    other.kill()
+    other.wait()
+    run(tiny(tmp_path, "method=sft", tasks=1))                           # a dead process's lock is free
+
+
+@pytest.mark.parametrize("method", ["grpo", "sdpo", "sft"])
+def test_a_loss_that_is_not_finite_stops_the_run_before_the_update(tmp_path, monkeypatch, method):
+    original, calls = continual.micro_loss, []
+
+    def poisoned(*args, **kwargs):
+        loss, numbers = original(*args, **kwargs)
+        calls.append(1)
+        return (loss * float("nan") if len(log(tmp_path / "run")) == 4 else loss), numbers
+
+    with monkeypatch.context() as patch:
+        patch.setattr(continual, "micro_loss", poisoned)
+        with pytest.raises(RunError, match=r"stage 2 \(science\), step 2: loss nan.*rows \[.*the state before this step is saved"):
+            run(tiny(tmp_path, f"method={method}", "save_every=100"))
+    place, state = continual.newest_state(tmp_path / "run")
+    assert (state["stage"], state["step"]) == (2, 1)
+    run(tiny(tmp_path, f"method={method}", "save_every=100"))             # healed: it goes on from there
+    assert len(log(tmp_path / "run")) == 6
+
+
+@pytest.mark.parametrize("method", ["grpo", "sdpo"])
+def test_a_step_without_any_signal_changes_nothing(tmp_path, monkeypatch, method):
+    """Nothing solved: no contrast, no demonstration; the weights stay, and the log counts 0 updates."""
+    from eval import Verdict
+
+    monkeypatch.setattr(continual, "verify", lambda *a: Verdict(0.0, "", "", False))
+    config = tiny(tmp_path, f"method={method}", tasks=1)
+    run(config)
+    assert [line["updates"] for line in log(tmp_path / "run")] == [0, 0, 0]
+    before, after = weights(config.model), weights(tmp_path / "run" / "stage-1-math")
+    assert all(torch.equal(before[k], after[k]) for k in before)
+
+
+# ---- the whole thing ---------------------------------------------------------------------------
+
+
+def test_command_line_from_end_to_end(tmp_path):
+    """Two variants over two tasks; every promised file is there, and the models open."""
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    tiny(tmp_path)
+    variants = "variants=[{name: grpo, set: {method: grpo}}, {name: sdpo, set: {method: sdpo, sdpo.teacher: restart}}]"
+    command = [sys.executable, str(ROOT / "continual.py"), "--config", str(tmp_path / "config.yaml"), *SHORT, variants,
+               f"out_dir={tmp_path / 'run'}"]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert "| after stage" in done.stdout and "forgetting" in done.stdout and "reward" in done.stderr
+    for name in ("grpo", "sdpo"):
+        folder = tmp_path / "run" / name
+        matrix = json.loads((folder / "matrix.json").read_text())
+        assert matrix["tasks"] == ["math", "science"] and len(matrix["rows"]) == 3
+        assert [line["step"] for line in log(folder)] == [1, 2, 3] * 2
+        model = AutoModelForCausalLM.from_pretrained(folder / "stage-2-science")
+        assert AutoTokenizer.from_pretrained(folder / "stage-2-science").chat_template
+        assert model.num_parameters() < 10**6
+    text = (tmp_path / "run" / "report.md").read_text()
+    for figure in ("accuracy.png", "steps.png", "final.png"):
+        assert figure in text and (tmp_path / "run" / figure).stat().st_size > 5000
+    redrawn = subprocess.run([sys.executable, str(ROOT / "eval.py"), str(tmp_path / "run")], capture_output=True, text=True)
+    assert redrawn.returncode == 0 and "report.md" in redrawn.stdout
+    wrong = subprocess.run([sys.executable, str(ROOT / "eval.py"), str(tmp_path)], capture_output=True, text=True)
+    assert wrong.returncode == 2 and "is this the folder of a run?" in wrong.stderr
