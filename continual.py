@@ -86,6 +86,7 @@ class OptimConfig:
     beta2: float = 0.999                # AdamW
     grad_clip: float = 1.0              # largest norm of the gradient
     warmup_steps: int = 0               # the learning rate rises linearly over these, in every stage
+    schedule: str = "constant"          # after them: constant, or cosine (down to 0 at the stage's end)
     updates_per_step: int = 1           # optimizer updates made from one step's rollouts
     micro_batch_tokens: int = 16384     # padded tokens in one forward pass
     chunk: int = 1024                   # tokens projected to the vocabulary at once
@@ -189,7 +190,7 @@ ALLOWED = {
     "optim.beta1": (lambda x: 0 <= x < 1, "at least 0 and below 1"),
     "optim.beta2": (lambda x: 0 <= x < 1, "at least 0 and below 1"),
     "optim.updates_per_step": _AT_LEAST_1, "optim.micro_batch_tokens": _AT_LEAST_1, "optim.chunk": _AT_LEAST_1,
-    "optim.compute_dtype": _one_of("float32", "bfloat16"),
+    "optim.schedule": _one_of("constant", "cosine"), "optim.compute_dtype": _one_of("float32", "bfloat16"),
     "grpo.eps": _NOT_NEGATIVE, "grpo.clip_low": _SHARE, "grpo.clip_high": _NOT_NEGATIVE,
     "grpo.dual_clip": (lambda x: 1 < x < math.inf, "above 1, or null"), "grpo.kl_coef": _NOT_NEGATIVE,
     "grpo.aggregation": _one_of("token_mean", "sequence_mean"),
@@ -200,7 +201,7 @@ ALLOWED = {
     "eval.samples": _AT_LEAST_1, "eval.temperature": _NOT_NEGATIVE, "eval.max_new_tokens": _AT_LEAST_1,
     "eval.top_p": (lambda x: 0 < x <= 1, "above 0 and at most 1"), "eval.top_k": _NOT_NEGATIVE,
     "eval.batch_size": _NOT_NEGATIVE,
-    "tasks.verifier": _one_of(*VERIFIERS), "tasks.steps": _AT_LEAST_1,
+    "tasks.verifier": _one_of(*VERIFIERS), "tasks.steps": _AT_LEAST_1, "tasks.lr": _POSITIVE,
     "tasks.train_limit": _AT_LEAST_1, "tasks.test_limit": _AT_LEAST_1,
     "tasks.test_share": (lambda x: 0 < x < 1, "above 0 and below 1"),
 }
@@ -212,10 +213,10 @@ class _Raw(str):
 
 def _build(hint, value, key):
     """`value` as the type `hint`, dataclasses built field by field. Raises ConfigError naming `key`."""
+    if isinstance(hint, types.UnionType):                                  # X | None
+        return None if value in (None, "null") else _build(hint.__args__[0], value, key)
     if isinstance(value, _Raw):
         value = str(value) if hint is str else yaml.safe_load(value)
-    if isinstance(hint, types.UnionType):
-        return None if value is None else _build(hint.__args__[0], value, key)
     if dataclasses.is_dataclass(hint):
         if not isinstance(value, dict):
             raise ConfigError(f"{key or 'the file'}: {value!r} must be a mapping of settings")
@@ -350,8 +351,15 @@ def variant_config(config, variant):
 # ------------------------------------------------------------------------------------------------
 
 
+def check_local(name):
+    """A name that can't be a hub id must be a folder: the hub isn't asked for it. Raises ConfigError."""
+    if (name.startswith((".", "/", "~")) or name.count("/") > 1) and not Path(name).is_dir():
+        raise ConfigError(f"model: there is no folder {name!r}")
+
+
 def load_model(name, config, device):
     """A causal language model in float32, its weights from safetensors. Raises ConfigError."""
+    check_local(name)
     try:
         model = AutoModelForCausalLM.from_pretrained(
             name, dtype=torch.float32, use_safetensors=True, trust_remote_code=config.trust_remote_code
@@ -373,6 +381,7 @@ def load_model(name, config, device):
 
 def load_tokenizer(config):
     """The base's tokenizer. Raises ConfigError if it has no chat template or no end token."""
+    check_local(config.model)
     try:
         tokenizer = AutoTokenizer.from_pretrained(config.model, trust_remote_code=config.trust_remote_code)
     except Exception as e:
@@ -827,13 +836,22 @@ def begin_stage(model, config, device):
     return optimizer, teacher, reference
 
 
+def learning_rate(config, spec, step):
+    """Of a stage's step (from 0): a function of nothing else, so that a resumed run has it right."""
+    steps, warmup = spec.steps or config.stage_steps, config.optim.warmup_steps
+    scale = min(1.0, (step + 1) / max(1, warmup))
+    if config.optim.schedule == "cosine" and step >= warmup:
+        scale = 0.5 * (1 + math.cos(math.pi * (step - warmup) / max(1, steps - warmup)))
+    return (spec.lr or config.lr) * scale
+
+
 def train_step(model, tokenizer, task, teacher, reference, optimizer, config, stage, step):
     """One step of a stage. Returns its line for the log. Raises RunError on a loss that isn't finite."""
     start, seed = time.perf_counter(), (config.seed, stage, step)
     set_seed(step_seed(*seed))                                             # python, numpy and torch
     chosen = prompt_indices(len(task.train), config.prompts_per_step, step, f"{config.seed}/{stage}")
     examples = [task.train[i] for i in chosen]
-    lr = config.lr * min(1.0, (step + 1) / max(1, config.optim.warmup_steps))
+    lr = learning_rate(config, task.spec, step)
     for group in optimizer.param_groups:
         group["lr"] = lr
     pad_id = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else tokenizer.eos_token_id
@@ -850,8 +868,12 @@ def train_step(model, tokenizer, task, teacher, reference, optimizer, config, st
     return place | log | {"lr": lr, "seconds": round(time.perf_counter() - start, 3)}
 
 
-def run_variant(config, folder, shared, label, say=print):
+def run_variant(config, folder, shared, loaded, label, say=print):
     """Train one variant through all its tasks, from wherever it stands. Returns its matrix.
+
+    Args:
+        folder: the variant's. shared: the run's, with the base's row. loaded: tasks that another
+            variant has read already, by what they depend on.
 
     Raises:
         ConfigError, RunError: one line. SystemExit: after a signal, with everything saved.
@@ -863,8 +885,11 @@ def run_variant(config, folder, shared, label, say=print):
         say(f"{label}: finished before, in {folder}")
         return rows
     device = config.device if config.device != "auto" else "cuda" if torch.cuda.is_available() else "cpu"
+    if device == "cuda" and not torch.cuda.is_available():
+        raise ConfigError("device: 'cuda' isn't allowed here: PyTorch finds no CUDA device; auto takes the CPU")
     tokenizer = load_tokenizer(config)
-    tasks = load_tasks(config, tokenizer, say)
+    key = repr((config.model, config.tasks, config.max_prompt_tokens, config.rollout.chat_template))
+    loaded[key] = tasks = loaded.get(key) or load_tasks(config, tokenizer, say)
     model = load_model(config.model, config, device)
     check_lengths(config, model)
     found = newest_state(folder, say)
@@ -940,7 +965,7 @@ def run(config, say=print):
     Returns:
         {variant: matrix rows}. Raises ConfigError, RunError, SystemExit (see `run_variant`).
     """
-    out, results = Path(config.out_dir), {}
+    out, results, loaded = Path(config.out_dir), {}, {}
     transformers_logging.disable_progress_bar()
     warnings.filterwarnings("ignore", message="torch.distributed is disabled")  # one process: it is meant to be
     with folder_lock(out):
@@ -950,7 +975,7 @@ def run(config, say=print):
             own, name = (variant_config(config, variant), variant.name) if variant else (config, out.name)
             folder = Path(own.out_dir)
             folder.mkdir(parents=True, exist_ok=True)
-            results[name] = run_variant(own, folder, out, name, say)
+            results[name] = run_variant(own, folder, out, loaded, name, say)
             if variant:
                 write_whole(out / "comparison.json", json.dumps({n: continual_metrics(r) for n, r in results.items()}, indent=1))
         names = [t.name for t in config.tasks]
@@ -964,7 +989,7 @@ def run(config, say=print):
 
 
 def main(argv=None):
-    """The command line. Returns the exit code: 0, or 2 after one line on stderr."""
+    """The command line. Returns the exit code: 0, 2 after one line on stderr, 130 or 143 after a signal."""
     parser = argparse.ArgumentParser(prog="continual.py", description="Train a model on a sequence of tasks; run again to continue.")
     parser.add_argument("--config", required=True, help="a YAML file, e.g. configs/tiny.yaml")
     parser.add_argument("overrides", nargs="*", metavar="key.sub=value", help="e.g. lr=1e-5 sdpo.teacher=ema tasks.0.path=rows.jsonl")
@@ -974,6 +999,9 @@ def main(argv=None):
     except (ConfigError, RunError) as e:
         print(f"error: {e}", file=sys.stderr)
         return 2
+    except KeyboardInterrupt:
+        print("interrupted; the same command continues from the newest checkpoint", file=sys.stderr)
+        return 130
     return 0
 
 

@@ -22,16 +22,16 @@ defines what the tests call is run (there the longest); and there is a matrix at
 
 import atexit
 import csv
+import inspect
 import json
 import math
 import os
 import re
 import select
-import shutil
+import signal
 import string
 import subprocess
 import sys
-import tempfile
 import threading
 import time
 from dataclasses import dataclass, field
@@ -59,7 +59,7 @@ class TaskSpec:
 
     name: str                           # short, used in folders and tables
     path: str                           # a hub id, or a .json, .jsonl, .parquet or .csv file
-    verifier: str                       # math, mcq, mcq_boxed, tool, code
+    verifier: str                       # math, mcq, mcq_boxed, tool, code, exact
     subset: str | None = None           # the hub's configuration name
     split: str = "train"                # the hub's split
     revision: str | None = None         # a commit of the hub's repository, so that rows can't change
@@ -78,6 +78,7 @@ class TaskSpec:
     train_limit: int | None = None      # use the first so many rows (after the fixed shuffle)
     test_limit: int | None = None
     steps: int | None = None            # this stage's steps, in place of stage_steps
+    lr: float | None = None             # this stage's learning rate, in place of lr
     paper_scoring: bool = False         # tool: the official, merged comparison
 
 
@@ -453,8 +454,14 @@ def verify_code(response, example):
     return Verdict(float(passed == len(example.tests)), feedback, program, True)
 
 
+def verify_exact(response, example):
+    """The whole response must be the gold answer, but for whitespace around it."""
+    return Verdict(float(response.strip() == example.answer), "", response.strip(), True)
+
+
 VERIFIERS = {
     "math": verify_math, "mcq": verify_mcq, "mcq_boxed": verify_mcq_boxed, "tool": verify_tool, "code": verify_code,
+    "exact": verify_exact,
 }
 
 
@@ -462,7 +469,7 @@ def verify(kind, response, example, paper_scoring=False):
     """Judge one response. Only what follows the thinking is read; unfinished thinking is no answer.
 
     Args:
-        kind: math, mcq, mcq_boxed, tool, code. response: text. example: Example.
+        kind: math, mcq, mcq_boxed, tool, code, exact. response: text. example: Example.
     Returns:
         Verdict. Raises ValueError for an unknown kind.
     """
@@ -474,29 +481,6 @@ def verify(kind, response, example, paper_scoring=False):
     return VERIFIERS[kind](visible, example)
 
 
-class Child:
-    def __init__(self, server): self.server, self.p = server, None
-    def ask(self, request, timeout):
-        import inspect
-        if self.p is None:
-            self.p = subprocess.Popen([sys.executable, "-I", "-c", inspect.getsource(self.server) + f"\n{self.server.__name__}()"], stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True)
-        self.p.stdin.write(json.dumps(request) + "\n"); self.p.stdin.flush()
-        r, _, _ = select.select([self.p.stdout], [], [], timeout)
-        if not r: self.p.kill(); self.p.wait(); self.p = None; return None
-        line = self.p.stdout.readline()
-        return json.loads(line) if line else None
-
-def run_program(program, tests):
-    ns, ok = {}, 0
-    try: exec(program, ns)
-    except BaseException as e: return 0, repr(e)
-    msg = ""
-    for t in tests:
-        try: exec(t, ns); ok += 1
-        except BaseException as e: msg = f"{t}: {e!r}"
-    return ok, msg
-
-MATH = Child(math_server)
 # ------------------------------------------------------------------------------------------------
 # Accuracy
 # ------------------------------------------------------------------------------------------------
@@ -763,7 +747,7 @@ def _figures(runs, folder):
         plt.close(figure)
         paths.append(folder / name)
 
-    figure, axes = plt.subplots(1, len(tasks), figsize=(2.6 * len(tasks) + 1, 3.0), sharey=True, layout="constrained", squeeze=False)
+    figure, axes = plt.subplots(1, len(tasks), figsize=(2.6 * len(tasks) + 2, 3.4), sharey=True, layout="constrained", squeeze=False)
     for j, (ax, task) in enumerate(zip(axes[0], tasks)):
         for name, run in runs.items():
             ax.plot([row[j] for row in run["rows"]], **line(name))
@@ -833,6 +817,489 @@ def report(folder):
     path = folder / "report.md"
     path.write_text("\n".join(text) + "\n")
     return path
+
+
+# ------------------------------------------------------------------------------------------------
+# Appendix: running what a model wrote, such that its score can't be forged
+# ------------------------------------------------------------------------------------------------
+
+#     trainer --JSON--> M (judge: deadlines, verdict) --fork--> T (tester: runs the tests; holds proxies of the solution)
+#                       M --"start one"--> F (forker) --fork--> S (solution: the model's code) <--plain values--> T
+#
+# S never holds a test or an expected value: it is forked from F, which has never seen a request. T decides with values
+# of builtin types only and reports over a pipe that S never had, so nothing S prints, patches or overrides is a pass.
+# What S and T may do: see confine() and system_calls(). Limits: see run_program().
+
+
+class Child:
+    """A warm child process that answers one JSON request at a time; killed and restarted when it is late or dies.
+
+    `server` is a module-level function that needs nothing but the standard library (imports inside) and the functions
+    in `helpers`; it answers each line of JSON on stdin with one on stdout. Their source runs in a fresh interpreter:
+    a fork of the trainer would carry its memory, its threads and its CUDA state along.
+    """
+
+    def __init__(self, server, *helpers):
+        sources = [inspect.getsource(function) for function in (*helpers, server)]
+        self.code = "\n\n".join([*sources, f"{server.__name__}()"])
+        self.process, self.owner, self.lock = None, None, threading.Lock()
+        atexit.register(self.stop)
+
+    def ask(self, request: dict, timeout: float) -> dict | None:
+        """The answer, or None if the child was late, died, or said something else than one line of JSON."""
+        with self.lock:
+            if self.owner != os.getpid():  # first use, or this is a fork of the process that started the child
+                self.process, self.owner = None, os.getpid()
+            if self.process is None or self.process.poll() is not None:
+                self.stop()
+                self.process = subprocess.Popen(
+                    [sys.executable, "-I", "-c", self.code], stdin=subprocess.PIPE, stdout=subprocess.PIPE,
+                    stderr=subprocess.DEVNULL, bufsize=0, env={}, cwd="/", start_new_session=True)
+                os.set_blocking(self.process.stdin.fileno(), False)
+            try:
+                reply = json.loads(self._exchange(json.dumps(request).encode() + b"\n", time.monotonic() + timeout))
+            except (OSError, ValueError, RecursionError):
+                reply = None
+            if not isinstance(reply, dict):
+                self.stop()
+                return None
+            return reply
+
+    def _exchange(self, data: bytes, deadline: float) -> bytes:
+        """Write a line and read a line, waiting for neither beyond the deadline."""
+        inlet, outlet = self.process.stdin.fileno(), self.process.stdout.fileno()
+        poller, reply = select.poll(), b""
+        poller.register(inlet, select.POLLOUT)
+        poller.register(outlet, select.POLLIN)
+        while not reply.endswith(b"\n"):
+            ready = [fd for fd, _ in poller.poll(max(0, (deadline - time.monotonic()) * 1000))]
+            if not ready or time.monotonic() > deadline:
+                raise TimeoutError
+            if inlet in ready:
+                data = data[os.write(inlet, data[:65536]):]
+                if not data:
+                    poller.unregister(inlet)
+            if outlet in ready:
+                part = os.read(outlet, 65536)
+                reply += part
+                if not part or len(reply) > 1 << 20:
+                    raise OSError("the child ended, or said too much")
+        return reply
+
+    def stop(self):
+        """Kill the child with its process group, and reap it."""
+        process, self.process = self.process, None
+        if process is None or self.owner != os.getpid():
+            return
+        process.stdin.close()  # an idle server ends by itself and reaps its own children
+        try:
+            process.wait(0.2)
+        except subprocess.TimeoutExpired:
+            pass
+        try:
+            os.killpg(process.pid, signal.SIGKILL)
+        except OSError:  # no process of the group is left
+            pass
+        process.stdout.close()
+        process.wait()
+
+
+def pack(value, other):
+    """Plain data as nested tuples and lists of None, bool, int, str and bytes: its ascii() crosses, for literal_eval.
+
+    Exact builtin types only, so that whatever T compares compares by T's rules; other(value) names anything else.
+    """
+    from collections import Counter, OrderedDict, defaultdict
+    kind = type(value)
+    if value is None or kind in (bool, str, bytes) or kind is int and abs(value) < 1 << 64:
+        return value
+    if kind in (float, complex):
+        return kind.__name__, repr(value)  # as text: inf and nan are no literals
+    if kind is int:
+        return "int", hex(value)  # decimal text is limited to 4300 digits
+    if kind in (list, tuple, set, frozenset):
+        return kind.__name__, [pack(item, other) for item in value]
+    if kind in (dict, Counter, OrderedDict, defaultdict):  # each equals a dict with the same items
+        return "dict", [[pack(key, other), pack(item, other)] for key, item in value.items()]
+    return other(value)
+
+
+def unpack(value, other):
+    """The inverse of pack(): other(number) gives what pack's other() named ("object", number)."""
+    if type(value) is not tuple:
+        return value
+    kind, content = value
+    if kind in ("float", "complex", "int", "object"):
+        return {"float": float, "complex": complex, "int": lambda text: int(text, 16), "object": other}[kind](content)
+    if kind == "dict":
+        return {unpack(key, other): unpack(item, other) for key, item in content}
+    kinds = {"list": list, "tuple": tuple, "set": set, "frozenset": frozenset}
+    return kinds[kind]([unpack(item, other) for item in content])
+
+
+def write_back(old, new):
+    """Give a list, dict or set that a test passed the contents that the solution left in its copy."""
+    if type(old) is list:
+        old[:] = new
+    elif type(old) in (dict, set):
+        old.clear()
+        old.update(new)
+
+
+def system_calls():
+    """A seccomp filter: the system calls that Python needs to compute and to use files pass, all others fail (EPERM).
+
+    Without socket and io_uring there is no network; without fork, clone and exec no other process or thread; without
+    kill, prlimit and ptrace no way to touch one; without mkdir, link and chmod the folder stays easy to remove.
+    """
+    import platform, struct
+    architecture, calls = {
+        "x86_64": (0xC000003E, "0-15 17-25 28 32-39 60 63 77 79 85 87 89 96 98-100 102 104 107-108 110 131 186 201-202 "
+                               "204 217 219 228-231 257 262-263 267 269-271 292-293 318 332 334 439"),
+        "aarch64": (0xC00000B7, "17 23-24 35 46 48 56-57 59 61-68 72-73 78-80 93-94 98 101-103 113-115 123-124 128 132 "
+                                "134-135 139 153 160 165 169 172-179 214-216 222 226 233 278 291 293 439"),
+    }.get(platform.machine(), (0, ""))
+    load, if_equal, if_at_least, answer, allow, refuse = 0x20, 0x15, 0x35, 0x06, 0x7FFF0000, 0x00050001
+    program = [(load, 0, 0, 4), (if_equal, 1, 0, architecture), (answer, 0, 0, refuse), (load, 0, 0, 0)]
+    for part in calls.split():
+        low, high = int(part.split("-")[0]), int(part.split("-")[-1])
+        program += [(if_at_least, 0, 2, low), (if_at_least, 1, 0, high + 1), (answer, 0, 0, allow)]
+    return b"".join(struct.pack("HBBI", *step) for step in [*program, (answer, 0, 0, refuse)] if architecture)
+
+
+def confine(fds, folder, memory_mb, seconds, calls, parent):
+    """Give up everything but computing, `fds` (as 0, 1, 2, ...) and the files in `folder`. For S, and T likewise."""
+    import ctypes, fcntl, os, resource, signal, struct, sys
+    for number, fd in enumerate([fcntl.fcntl(fd, fcntl.F_DUPFD, 64) for fd in fds]):
+        os.dup2(fd, number)
+    os.closerange(len(fds), 256)  # the trainer's pipes, the report pipe, the forker's socket
+    os.setsid()  # out of the judge's group, should signals be possible at all
+    os.chdir(folder)
+    for name, limit in (("CPU", seconds), ("AS", memory_mb << 20), ("FSIZE", 8 << 20), ("NOFILE", 64), ("CORE", 0),
+                        ("NPROC", 0)):  # NPROC 0: it can start no process and no thread
+        try:
+            resource.setrlimit(getattr(resource, "RLIMIT_" + name), (limit, limit))
+        except (AttributeError, ValueError, OSError):  # macOS refuses AS
+            pass
+    libc = ctypes.CDLL(None) if sys.platform == "linux" else None
+    if libc:
+        libc.prctl(38, 1, 0, 0, 0)  # NO_NEW_PRIVS: no set-uid program gives rights back; a condition of the rest
+        version = libc.syscall(444, None, ctypes.c_size_t(0), 1)
+        if version > 0:  # Landlock (Linux 5.13 and up): no file outside the folder is opened, made or removed
+            rights = (1 << {1: 13, 2: 14, 3: 15, 4: 15}.get(version, 16)) - 1
+            rules = libc.syscall(444, struct.pack("Q", rights), ctypes.c_size_t(8), 0)
+            libc.syscall(445, rules, 1, struct.pack("=Qi", rights, os.open(".", os.O_RDONLY)), 0)
+            libc.syscall(446, rules, 0)
+            os.closerange(len(fds), 64)
+    if os.getuid() == 0:  # rlimits and file modes don't bind root, and "nobody" can't touch the trainer's processes
+        try:
+            os.chroot(".")  # where Landlock is missing
+        except OSError:  # a container may forbid it
+            pass
+        os.setgroups([])
+        os.setresgid(65534, 65534, 65534)
+        os.setresuid(65534, 65534, 65534)
+    if libc:
+        libc.prctl(1, signal.SIGKILL, 0, 0, 0)  # PDEATHSIG: die with the parent
+        if os.getppid() != parent:
+            os._exit(1)
+        if calls:
+            code = ctypes.create_string_buffer(calls)
+            libc.prctl(22, 2, struct.pack("HxxxxxxQ", len(calls) // 8, ctypes.addressof(code)), 0, 0)
+
+
+def solution():
+    """Process S: do what T asks with the model's program and its objects. T sees only plain data and numbers."""
+    import ast, builtins, operator, os, sys, types
+    reader, writer, objects = open(3, "rb"), open(3, "wb", closefd=False), {}
+
+    def keep(value):
+        objects[id(value)] = value
+        return "object", id(value)
+
+    def execute(program, name):
+        sys.modules[name] = module = types.ModuleType(name)
+        exec(compile(program, "solution.py", "exec"), vars(module))
+        return {key: value for key, value in vars(module).items()
+                if not key.startswith("__") and type(value) is not types.ModuleType}
+
+    def run(program, text):
+        for fd, name, content in ((0, "stdin", text), (1, "stdout", "")):
+            with open(name, "w", encoding="utf-8", errors="replace") as file:
+                file.write(content)
+            os.dup2(os.open(name, os.O_RDWR), fd)
+        sys.stdin = open(0, encoding="utf-8", closefd=False)
+        sys.stdout = output = open(1, "w", encoding="utf-8", errors="replace", closefd=False)
+        try:
+            execute(program, "__main__")
+        except SystemExit:
+            pass
+        output.flush()
+        return open("stdout", encoding="utf-8", errors="replace").read()
+
+    does = {name: getattr(builtins, name) for name in "getattr setattr iter next len str repr int float".split()}
+    does.update({name: getattr(operator, name) for name in "getitem setitem delitem".split()}, run=run, load=execute)
+    does["call"] = lambda function, /, *args, **kwargs: function(*args, **kwargs)
+    for line in reader:
+        try:
+            operation, packed = ast.literal_eval(line.decode())
+            args, kwargs = unpack(packed, objects.__getitem__)
+            value = pack(does[operation](*args, **kwargs), keep)
+            after = pack(args, keep)  # a list, dict or set may have been changed in place
+            reply = "ok", value, None if after == packed[1][0] else after
+        except BaseException as error:  # SystemExit as well
+            lone = len(error.args) == 1 and type(error.args[0]) is str  # a KeyError's str() is a repr()
+            reply = "error", type(error).__name__, error.args[0] if lone else str(error)
+        writer.write(ascii(reply).encode() + b"\n")
+        writer.flush()
+
+
+def connect():
+    """T's side: remote(operation, *args) has S do something; `trouble` gets a text once S is of no use any more."""
+    import ast, builtins
+    reader, writer, handles, numbers, trouble = open(3, "rb"), open(3, "wb", closefd=False), {}, {}, []
+
+    class Broken(BaseException):
+        """Not an Exception, as a test may expect one."""
+
+    class Handle:
+        """Something in S. Its equality, hash and truth are its own identity: S has no say in them."""
+        __bool__ = lambda self: True
+
+    def method(name):
+        return lambda *args, **kwargs: remote(name, *args, **kwargs)
+
+    for name in "getattr setattr iter next len str repr int float getitem setitem delitem call".split():
+        setattr(Handle, f"__{name}__", method(name))
+
+    def give_up(text):  # the judge goes on with a fresh pair
+        trouble.append(text)
+        raise Broken(text)
+
+    def number(value):
+        if type(value) is not Handle:
+            give_up(f"the sandbox can't pass a {type(value).__name__} to the solution, only plain data")
+        return "object", numbers[value]
+
+    def handle(n):
+        if n not in handles:
+            handles[n] = Handle()
+            numbers[handles[n]] = n
+        return handles[n]
+
+    def remote(operation, /, *args, **kwargs):
+        try:
+            writer.write(ascii((operation, pack(([*args], kwargs), number))).encode() + b"\n")
+            writer.flush()
+            line = reader.readline(1 << 20)
+        except OSError:
+            line = b""
+        if not line.endswith(b"\n"):
+            give_up("more than 1 MB came back" if line else "the program ended")
+        try:
+            status, value, more = ast.literal_eval(line.decode())
+            if status == "ok":
+                for pair in zip(args, unpack(more, handle) or ()):
+                    write_back(*pair)
+                return unpack(value, handle)
+            kind, text = getattr(builtins, value, None), str(more)
+        except BaseException:
+            give_up("what came back is no plain data")
+        if isinstance(kind, type) and issubclass(kind, BaseException) and not issubclass(kind, UnicodeError):
+            raise kind(text)
+        raise RuntimeError(f"{value}: {text}")
+
+    return remote, trouble
+
+
+def tester(program, tests):
+    """Process T: run the tests, and tell the judge after each "" or why it failed, over fd 4."""
+    import ast, builtins, json, os
+    remote, trouble = connect()
+    modules = "math re itertools collections functools json string random copy heapq bisect".split()
+    own, solution = {**vars(builtins), **{name: __import__(name) for name in modules}}, {}
+
+    def load():  # T's own names win: what `len` or `abs` means in a test isn't for S to say
+        if not solution:
+            solution.update(remote("load", program, "solution"))
+        return {**solution, **own}
+
+    def run_assert(test):
+        tree, space = ast.parse(test), load()
+        used = {node.id for node in ast.walk(tree) if type(node) is ast.Name} & (solution.keys() - own.keys())
+        for node in tree.body:  # keep the left side of `assert f(x) == y`, for the feedback
+            if type(node) is ast.Assert:
+                place, field = (node.test, "left") if type(node.test) is ast.Compare else (node, "test")
+                setattr(place, field, ast.NamedExpr(ast.Name("_got", ast.Store()), getattr(place, field)))
+        try:
+            exec(compile(ast.fix_missing_locations(tree), "test", "exec"), space)
+        except AssertionError as error:
+            return f"got {space['_got']!r:.300}" if "_got" in space else repr(error)
+        # Were the solution called `sum`, the test would have tried T's own, and any program would pass.
+        return "" if used else "the test uses nothing that the program defines (a builtin's name means the builtin)"
+
+    def run_call(test):
+        space, args = load(), [json.loads(line) for line in test["input"].splitlines() if line.strip()]
+        function = getattr(space["Solution"](), test["fn_name"]) if "Solution" in space else space[test["fn_name"]]
+        got = json.loads(json.dumps(function(*args)))
+        return "" if got == json.loads(test["output"]) else f"got {got!r:.300}"
+
+    def run_stdin(test):
+        got = remote("run", program, test["input"])
+        lines = [[line.rstrip() for line in text.strip().splitlines()] for text in (got, test["output"])]
+        return "" if lines[0] == lines[1] else f"got {got[:300]!r}"
+
+    for test in tests:
+        run = run_assert if type(test) is str else run_call if "fn_name" in test else run_stdin
+        try:
+            text = run(test)
+        except BaseException as error:  # SystemExit as well
+            text = f"{type(error).__name__}: {error}"
+        text = trouble[0] if trouble else text or ""
+        os.write(4, json.dumps(text[:600]).encode() + b"\n")
+        if trouble:  # the judge starts a fresh pair for the other tests
+            return
+
+
+def forker(control, calls):
+    """Process F: fork an S when the judge says so; kill and reap it when the judge says so. It never sees a request."""
+    import json, os, signal, socket
+    while True:
+        message, fds, _, _ = socket.recv_fds(control, 1000, 4)
+        if not message:  # the judge is gone
+            os._exit(0)
+        parent, pid = os.getpid(), os.fork()
+        if pid == 0:
+            try:
+                confine(fds, *json.loads(message), calls, parent)
+                solution()
+            finally:
+                os._exit(0)
+        for fd in fds:
+            os.close(fd)
+        control.recv(1)
+        os.kill(pid, signal.SIGKILL)
+        os.waitpid(pid, 0)
+        control.send(b"x")
+
+
+def judge(request, control, calls):
+    """Process M: run a program's tests in a pair of S and T; a fresh pair goes on where one broke, none where late."""
+    import json, math, os, select, signal, socket, subprocess, tempfile, time
+    program, tests, timeout, memory_mb = (request[name] for name in ("program", "tests", "timeout", "memory_mb"))
+    end, late = time.monotonic() + 10 * timeout, f"time limit of {timeout:g} s exceeded"
+
+    def collect(report, count):
+        """What T tells about its tests, until it ends or is late."""
+        texts, data, limit = [], b"", min(end, time.monotonic() + timeout)
+        while len(texts) < count:
+            if not select.select([report], [], [], max(0, limit - time.monotonic()))[0]:
+                return texts + [late]
+            part = os.read(report, 65536)
+            if not part:
+                return texts or ["the test can't be run"]
+            *lines, data = (data + part).split(b"\n")
+            if lines:
+                texts, limit = texts + [json.loads(line) for line in lines], min(end, time.monotonic() + timeout)
+        return texts
+
+    def run_pair(tests):
+        folder, nothing = tempfile.mkdtemp(prefix="solution-"), os.open(os.devnull, os.O_RDWR)
+        if os.getuid() == 0:
+            os.chown(folder, 65534, 65534)
+        (ours, theirs), (report, told) = socket.socketpair(), os.pipe()
+        limits = folder, memory_mb, math.ceil(10 * timeout) + 1
+        socket.send_fds(control, [json.dumps(limits).encode()], [nothing, nothing, nothing, theirs.fileno()])
+        parent, pid = os.getpid(), os.fork()
+        if pid == 0:
+            try:
+                confine([nothing, nothing, nothing, ours.fileno(), told], *limits, calls, parent)
+                tester(program, tests)
+            finally:
+                os._exit(0)
+        os.close(told), ours.close(), theirs.close()
+        texts = collect(report, len(tests))
+        control.send(b"x")
+        os.kill(pid, signal.SIGKILL)
+        os.waitpid(pid, 0)
+        control.recv(1)  # S is gone as well
+        os.close(report), os.close(nothing)
+        try:
+            os.rmdir(folder)
+        except OSError:  # it isn't empty, or gone
+            for command in (["chmod", "-R", "u+rwx", folder], ["rm", "-rf", folder]):
+                subprocess.run(command, stderr=subprocess.DEVNULL)
+        return texts
+
+    texts = []
+    while len(texts) < len(tests) and late not in texts:
+        texts += run_pair(tests[len(texts):])
+    feedback = []
+    for test, text in zip(tests, texts):
+        if type(test) is dict:
+            given, expected, name = (str(test.get(key, "")) for key in ("input", "output", "fn_name"))
+            test = f"{name} input {given[:120]!r}: expected {expected[:120]!r}"
+        feedback += [f"{test.strip()[:300]}: {text}"] if text else []
+    return {"passed": texts.count(""), "feedback": "\n".join(feedback[:2])[:2000]}
+
+
+def code_server():
+    """Process M: start F, then answer requests."""
+    import ctypes, gc, importlib, json, os, socket, sys
+    modules = ("__future__ abc array ast base64 binascii bisect calendar cmath collections.abc contextlib copy csv "
+               "datetime dataclasses decimal difflib enum fractions functools hashlib heapq inspect io itertools "
+               "json keyword math numbers operator pprint queue random re resource fcntl select statistics string "
+               "struct subprocess time tempfile textwrap threading timeit traceback types typing unicodedata uuid "
+               "warnings zlib _strptime")
+    for name in modules.split():  # all that a program can import, as its process can read no file of the library
+        importlib.import_module(name)
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(4, 0, 0, 0, 0)  # not DUMPABLE: none of us can be traced or read through /proc
+    gc.freeze()  # the collector won't touch, and so copy, what the forks share
+    (control, theirs), calls = socket.socketpair(), system_calls()
+    pid = os.fork()
+    if pid == 0:
+        control.close()
+        os.dup2(2, 0), os.dup2(2, 1)  # the trainer's pipes aren't for F
+        forker(theirs, calls)
+    theirs.close()
+    for line in sys.stdin:
+        print(json.dumps(judge(json.loads(line), control, calls)), flush=True)
+    control.close()
+    os.waitpid(pid, 0)
+
+
+CODE = Child(code_server, pack, unpack, write_back, system_calls, confine, solution, connect, tester, forker, judge)
+
+
+def run_program(program: str, tests: list, timeout: float = 1.0, memory_mb: int = 512) -> tuple[int, str]:
+    """(Number of tests passed, feedback on the first two that failed or "").
+
+    A test is statements such as `assert add(1, 2) == 3`; or {"input", "output"}: the program's stdin and stdout; or
+    {"fn_name", "input", "output"}: a JSON argument per line and the JSON result. Each has `timeout` seconds, all of
+    them 10 times that; the first late test ends the run, and those after it count as failed.
+    Limits: a test can pass the solution plain data only, no function; objects that the solution returns answer to
+    attributes, calls, len(), iteration, indexing, str(), repr(), int() and float(), but equal nothing but themselves,
+    don't compare or calculate; a test's builtins and modules are its own, even if the solution defines `len`, and a
+    test that uses no other name of the program fails; a program has no threads and can import no more than
+    code_server() loads; at most 1 MB comes back at once; a name kept in a module or in a global of the program lasts
+    from one test to the next.
+    Linux with seccomp and Landlock (5.13 and up, x86_64 or aarch64) holds all of it, as root or not. Elsewhere rlimits,
+    the pair of processes and, for root, another user and chroot remain: the score can't be forged, but the network is
+    open, and an ordinary user's files and processes are in reach. Nowhere is the disk that a program fills limited
+    but by its time, 8 MB a file.
+    """
+    request = {"program": program, "tests": tests, "timeout": timeout, "memory_mb": memory_mb}
+    reply = CODE.ask(request, 10 * timeout + 5)
+    return (reply["passed"], reply["feedback"]) if reply else (0, "the sandbox failed")
+
+
+MATH = Child(math_server)
+
+
+# ------------------------------------------------------------------------------------------------
+# python eval.py RUN
+# ------------------------------------------------------------------------------------------------
 
 
 def main(argv):

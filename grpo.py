@@ -111,9 +111,9 @@ def sample(logits, temperature, top_p=1.0, top_k=0):
         floor = kept.topk(min(top_k, kept.shape[-1])).values[:, -1:]
         kept = kept.masked_fill(kept < floor, -torch.inf)
     if top_p < 1:
-        ordered, order = kept.sort(descending=True)
-        before = ordered.softmax(-1).cumsum(-1) - ordered.softmax(-1)      # mass above each token
-        kept = kept.masked_fill((before >= top_p).scatter(-1, order, before >= top_p), -torch.inf)
+        probabilities, order = kept.softmax(-1).sort(descending=True)
+        outside = probabilities.cumsum(-1) - probabilities >= top_p        # the mass above it suffices
+        kept = kept.masked_fill(torch.zeros_like(outside).scatter(-1, order, outside), -torch.inf)
     tokens = torch.multinomial(kept.softmax(-1), 1).squeeze(-1)
     return tokens, token_logps(logits, tokens)
 
@@ -171,14 +171,17 @@ def rollout(
         prompts: P chats (lists of messages). max_new_tokens: the longest response, T at most.
         temperature: > 0, or 0 for the most likely token. top_p, top_k: 1 and 0 for no cut, which
             training needs: the loss knows only the uncut distribution.
-        batch_size: responses sampled at once, 0 for all. template: see `encode`.
+        batch_size: responses sampled at once (whole groups, at least one), 0 for all. template: see `encode`.
     Returns:
         Rollouts, N = P * group_size.
     Raises:
-        ValueError: no prompts, or a group or response of no length.
+        ValueError: no prompts, a group or response of no length, a temperature below 0.
     """
-    if not prompts or group_size < 1 or max_new_tokens < 1:
-        raise ValueError(f"rollout: {len(prompts)} prompts, group_size {group_size}, max_new_tokens {max_new_tokens}")
+    if not prompts or group_size < 1 or max_new_tokens < 1 or temperature < 0:
+        raise ValueError(
+            f"rollout: {len(prompts)} prompts, group_size {group_size}, max_new_tokens {max_new_tokens}, "
+            f"temperature {temperature}: the first three must be at least 1, the last at least 0"
+        )
     ids = [encode(tokenizer, messages, **(template or {})) for messages in prompts]
     stops = stop_ids(model, tokenizer)
     pad_id = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else stops[0]
@@ -224,20 +227,19 @@ def group_advantages(rewards, scale_by_std=False, eps=1e-6):
     >>> group_advantages(torch.tensor([[1., 0., 0., 1.]])).tolist()
     [[0.5, -0.5, -0.5, 0.5]]
     """
+    rewards = rewards if rewards.is_floating_point() else rewards.float()
     if rewards.isinf().any():
         raise ValueError("group_advantages: a reward is infinite")
     scored = ~rewards.isnan()                                              # (P, G)
-    count = scored.sum(-1, keepdim=True)                                   # (P, 1)
-    mean = masked_mean(rewards, scored, dim=-1).unsqueeze(-1)
+    mean = masked_mean(rewards, scored, dim=-1).unsqueeze(-1)              # (P, 1)
     centred = torch.where(scored, rewards - mean, torch.zeros_like(rewards))
-    # Equal rewards: said exactly, since r - mean can round to 1e-8, and 1e-8 / (1e-8 + eps) isn't 0.
+    if scale_by_std:
+        freedom = (scored.sum(-1, keepdim=True) - 1).clamp(min=1)
+        centred = centred / ((centred.square().sum(-1, keepdim=True) / freedom).sqrt() + eps)
+    # Equal rewards: said exactly, since r - mean can round to 1e-8, and with eps = 0 it is 0 / 0.
     low = rewards.masked_fill(~scored, torch.inf).amin(-1, keepdim=True)
     high = rewards.masked_fill(~scored, -torch.inf).amax(-1, keepdim=True)
-    centred = centred.masked_fill(high <= low, 0.0)
-    if scale_by_std:
-        std = (centred.square().sum(-1, keepdim=True) / (count - 1).clamp(min=1)).sqrt()
-        centred = centred / (std + eps)
-    return centred
+    return centred.masked_fill((high <= low) | ~scored, 0.0)
 
 
 # ------------------------------------------------------------------------------------------------
@@ -269,12 +271,16 @@ def token_weights(mask, aggregation="token_mean", total=None):
     raise ValueError(f"aggregation {aggregation!r} must be token_mean or sequence_mean")
 
 
+# exp(20) is far beyond any clip and exp(89) is inf in float32, where 0 * inf would poison every weight.
+MAX_LOG_RATIO = 20.0
+
+
 def k3(logps, ref_logps):
     """Schulman's estimate of KL(policy || reference), >= 0: exp(d) - d - 1, d = log ref - log policy.
 
     The plain log-ratio has the right mean but a gradient of mean zero: as a penalty it does nothing.
     """
-    d = ref_logps - logps
+    d = (ref_logps - logps).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
     return d.exp() - d - 1
 
 
@@ -294,12 +300,17 @@ def grpo_loss(
     Returns:
         loss (scalar), and a dict of floats that also add up over micro-batches: ratio, clipped
         (share of tokens whose gradient the clip cut), ref_kl.
+    Raises:
+        ValueError: kl_coef without ref_logps, an unknown aggregation.
     Source: DeepSeekMath (arXiv 2402.03300); asymmetric clip, DAPO (2503.14476); dual clip, 1912.09729.
     """
+    if kl_coef and ref_logps is None:
+        raise ValueError("grpo_loss: kl_coef needs ref_logps")
     weights = token_weights(mask, aggregation, total)                      # (N, T)
     mask, A = mask.bool(), advantages.unsqueeze(-1)                        # (N, T), (N, 1)
     # Masked before exp: whatever stands in the padding, its ratio is 1.
-    ratio = (logps - old_logps).masked_fill(~mask, 0.0).exp()              # (N, T)
+    log_ratio = (logps - old_logps).masked_fill(~mask, 0.0)
+    ratio = log_ratio.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp()           # (N, T)
     plain = -ratio * A
     clipped = -ratio.clamp(1 - clip_low, 1 + clip_high) * A
     losses = torch.maximum(plain, clipped)

@@ -15,14 +15,15 @@ alpha goes to 0 the mixed form goes to 0, while alpha = 0 itself is a full KL.
 
 Everything here is plain PyTorch on plain tensors, in float32 (or float64 if the input is), whatever
 the logits' type: in bfloat16 a softmax over 512 equal logits sums to 0.988, and a divergence computed
-from it can be negative. Two functions take hidden states instead of logits (`fused_token_kl`,
-`fused_token_logps`): they visit the tokens in chunks and keep no logits, since at T = 8192 tokens and
-V = 151,936 words one float32 copy of the logits is 5 GB and a divergence makes a dozen of them.
+from it can be negative. Two functions take hidden states instead of logits and visit the tokens in
+chunks, since at T = 8192 tokens and V = 151,936 words one float32 copy of the logits is 5 GB and a
+divergence makes a dozen of them: `fused_token_kl` makes its gradient in the forward pass, where the
+logits are; `fused_token_logps` makes the logits once more in the backward pass.
 
 Where we differ from the official code: the mass outside the top k is a logsumexp over the
 complement; there it is log(1 - sum of the kept), which loses up to 4 nats in small tails.
 
-    python kernels.py        compares the plain and the chunked divergence: time, memory, error
+    python kernels.py        compares the plain and the fused divergence: time, memory, error
 """
 
 import functools
@@ -67,7 +68,7 @@ def predicting(x, length):
     shift; wherever hidden states or logits meet tokens elsewhere, they are already aligned.
     """
     if not 0 < length < x.shape[1]:
-        raise ValueError(f"predicting: length {length} must lie in 1..{x.shape[1] - 1}")
+        raise ValueError(f"predicting: length {length} must leave a state before each of its tokens, of {x.shape[1]}")
     return x[:, -length - 1 : -1]
 
 
@@ -215,7 +216,8 @@ def _compute_dtype(x):
 
 
 def _mm(a, b):
-    """a @ b with a float32 result. On CUDA half-precision products can keep their float32 sums."""
+    """a @ b with a float32 result. On CUDA half-precision products can keep their float32 sums; on
+    a CPU they are rounded to half precision first (a few percent of a gradient in bfloat16)."""
     if a.is_cuda and a.dtype in (torch.bfloat16, torch.float16):
         return torch.mm(a, b, out_dtype=torch.float32)
     return _upcast(a @ b)
@@ -236,7 +238,8 @@ def _gradient(s, t, alpha, topk, tail):
         R = -q  (alpha = 0)      p (S - T)  (alpha = 1)      (1 - alpha) p (S - M)  (between)
 
     and through the softmax the derivative in a bucket's log mass is G = R - p sum(R). A word has
-    its bucket's G to itself, or in the tail its share s_v / p_tail of it.
+    its bucket's G to itself, or in the tail its share s_v / p_tail of it. (D is `_divergence`,
+    written out since it shares its terms with R.)
     """
     index = None if topk is None else s.topk(topk, dim=-1).indices         # (n, k)
     S, T = (s, t) if topk is None else _buckets(s, t, index, tail)
@@ -280,20 +283,23 @@ def _core(alpha, topk, tail, sampled, temperature, is_clip, teacher_mix, compile
 
     if not compiled:
         return core
-    ready = torch.compile(core, dynamic=False)
+    ready, tried = torch.compile(core, dynamic=False), False
 
-    def attempt(*chunk):
-        nonlocal ready
+    def first_try(*chunk):
+        nonlocal ready, tried
+        if tried:
+            return ready(*chunk)
+        tried = True
         try:
             return ready(*chunk)
-        except Exception as e:  # no compiler on this machine, or one that fails: its errors have no common base
-            if ready is core:
-                raise
+        except torch.OutOfMemoryError:
+            raise
+        except Exception as e:  # no compiler here, or one that fails: its errors have no common base
             warnings.warn(f"token kernel: torch.compile failed ({type(e).__name__}); going on without it", stacklevel=2)
             ready = core
             return core(*chunk)
 
-    return attempt
+    return first_try
 
 
 class _FusedTokenKL(torch.autograd.Function):
@@ -329,6 +335,7 @@ class _FusedTokenKL(torch.autograd.Function):
         return total, *out
 
     @staticmethod
+    @torch.autograd.function.once_differentiable
     def backward(ctx, grad, *_):
         grads = [None if g is None else (g * grad).to(dtype) for g, dtype in zip(ctx.saved_tensors, ctx.dtypes)]
         return *grads, *[None] * 9
@@ -361,10 +368,15 @@ def fused_token_kl(
     Returns:
         loss (scalar, with gradient), and detached (N,): divergence, log-prob, student entropy.
     Raises:
-        ValueError: as `token_kl`; sampled with alpha other than 1; is_clip without old_logps.
+        ValueError: as `token_kl`; two vocabularies; a temperature of 0 or less; sampled with alpha
+            other than 1; is_clip without old_logps.
     """
     vocabulary = student_head.weight.shape[0]
     _check_divergence("fused_token_kl", alpha, topk, vocabulary)
+    if teacher_head.weight.shape[0] != vocabulary:
+        raise ValueError(f"fused_token_kl: student and teacher have {vocabulary} and {teacher_head.weight.shape[0]} words")
+    if temperature <= 0:
+        raise ValueError(f"fused_token_kl: temperature {temperature} must be above 0")
     if sampled and alpha != 1:
         raise ValueError(f"fused_token_kl: the sampled token alone estimates KL(s || t): alpha must be 1, not {alpha}")
     if is_clip is not None and old_logps is None:
@@ -391,6 +403,8 @@ def fused_token_logps(hidden, head, tokens, *, temperature=1.0, chunk=1024):
     Returns:
         log-probs (N,) with gradient, entropies (N,) without.
     """
+    if temperature <= 0:
+        raise ValueError(f"fused_token_logps: temperature {temperature} must be above 0")
     dtype = _compute_dtype(hidden)
     weight, bias = _head(head, dtype)
 

@@ -29,7 +29,6 @@ any target gives a loss of 0 that still reaches the parameters.
 
 import copy
 import json
-import math
 import re
 
 import torch
@@ -60,7 +59,8 @@ def select_demonstrations(rewards, groups, threshold=0.5, exclude_self=True):
     >>> select_demonstrations([1, 0, 0], ["a", "a", "b"])
     [None, 0, None]
     """
-    rewards, groups = list(map(float, rewards)), list(groups)
+    groups = groups.tolist() if torch.is_tensor(groups) else list(groups)  # tensors hash by identity
+    rewards = list(map(float, rewards))
     successes = {}
     for i, (reward, group) in enumerate(zip(rewards, groups, strict=True)):
         if reward >= threshold:
@@ -124,16 +124,22 @@ def teacher_prompt(encode, messages, demonstration, feedback, max_tokens, **temp
         list of ids, or None where not one character of the insertion fits.
     """
 
-    def cut(n):
-        return encode(teacher_messages(messages, (demonstration or "")[:n], (feedback or "")[:n], **templates))
+    # Stripped, so that even one character is something to see.
+    demonstration, feedback = (demonstration or "").strip(), (feedback or "").strip()
 
-    fits, fails = 0, max(len(demonstration or ""), len(feedback or "")) + 1
-    if len(ids := cut(fails)) <= max_tokens:
-        return ids
+    def cut(n):
+        return encode(teacher_messages(messages, demonstration[:n], feedback[:n], **templates))
+
+    fits, fails, best = 0, max(len(demonstration), len(feedback)) + 1, None
+    if len(whole := cut(fails)) <= max_tokens:
+        return whole
     while fails - fits > 1:                                                # bisect over characters
         middle = (fits + fails) // 2
-        fits, fails = (middle, fails) if len(cut(middle)) <= max_tokens else (fits, middle)
-    return cut(fits) if fits else None
+        if len(ids := cut(middle)) <= max_tokens:
+            fits, best = middle, ids
+        else:
+            fails = middle
+    return best
 
 
 def teacher_prompts(
@@ -197,8 +203,9 @@ class Teacher:
         if kind == "live":
             self.model = student
             return
-        # float32: at rate 0.01 a bfloat16 weight swallows its own update.
-        self.model = copy.deepcopy(student).float().eval().requires_grad_(False)
+        self.model = copy.deepcopy(student).eval().requires_grad_(False)
+        if next(student.parameters()).dtype in (torch.bfloat16, torch.float16):
+            self.model.float()                                             # else a slow teacher's updates round to nothing
         if init is not None:
             self._move(init, init_mix)
 
@@ -233,6 +240,9 @@ def drop_tokens(mask, ratio):
 
 def sdpo_loss(divergence, logps, old_logps, mask, is_clip=2.0, total=None):
     """Importance-weighted mean divergence over the tokens that have a target.
+
+    The plain form: training takes the same number from `kernels.fused_token_kl`, which never keeps
+    the logits that `divergence` needs, and the log's numbers from here. A test holds them equal.
 
     Args:
         divergence: (N, T) of `token_kl` or `sampled_kl`, with gradient.

@@ -54,9 +54,9 @@ def test_doctests(module):
 
 
 def test_the_one_token_shift_is_in_one_place():
-    """No other module slices logits or states by one token."""
+    """`kernels.predicting`; no other module slices logits or states by one token."""
     shift = re.compile(r"\[:, ?:-1\]|\[:, 1:\]|\[\.\.\., ?:-1, ?:\]")
-    assert [m for m in ARROWS if shift.search((ROOT / f"{m}.py").read_text())] == []
+    assert [m for m in set(ARROWS) - {"kernels"} if shift.search((ROOT / f"{m}.py").read_text())] == []
 
 
 def test_a_model_runs_with_the_root_on_the_path():

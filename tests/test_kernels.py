@@ -5,10 +5,12 @@ at a time. It shares no line and no library function with the code that it judge
 """
 
 import math
+from types import SimpleNamespace
 
 import pytest
 import torch
 import torch.nn.functional as F
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from kernels import (
     fused_token_kl, fused_token_logps, masked_mean, predicting, sampled_kl, token_entropy, token_kl, token_logps,
@@ -268,11 +270,16 @@ def test_sampled_kl_has_the_value_and_the_expected_gradient_of_reverse_kl():
 
 N, H, V = 7, 3, 6                                                          # chunk 3: the last one holds one token
 SETTINGS = [dict(alpha=a, topk=k, tail=tail) for a in ALPHAS for k, tail in SUPPORTS] + [
-    dict(alpha=0.5, temperature=0.7), dict(alpha=0, topk=3, temperature=1.6), dict(alpha=0.5, is_clip=1.2),
+    dict(alpha=0.5, topk=6), dict(alpha=0, topk=6), dict(alpha=0.5, temperature=0.7), dict(alpha=0, topk=3, temperature=1.6), dict(alpha=0.5, is_clip=1.2),
     dict(alpha=0.5, teacher_mix=0.4), dict(alpha=1, sampled=True, temperature=0.7),
     dict(alpha=1, sampled=True, is_clip=1.2, teacher_mix=0.4, temperature=1.6),
     dict(alpha=0.3, topk=3, is_clip=0.9, teacher_mix=0.4, temperature=0.7),
 ]
+
+
+def head(W, b=None):
+    """An output projection, as torch.nn.Linear has it."""
+    return SimpleNamespace(weight=W, bias=b)
 
 
 def fused_inputs():
@@ -282,9 +289,7 @@ def fused_inputs():
 
 
 def run_fused(h, W, teacher_h, teacher_W, weights, tokens, old, **settings):
-    return fused_token_kl(
-        h, lambda x: F.linear(x, W), teacher_h, lambda x: F.linear(x, teacher_W), weights, tokens, old_logps=old, **settings
-    )
+    return fused_token_kl(h, head(W), teacher_h, head(teacher_W), weights, tokens, old_logps=old, **settings)
 
 
 @pytest.mark.parametrize("chunk", [1, 3, 64])
@@ -321,7 +326,8 @@ def test_kern_03_chunk_length_changes_no_result(chunk, kept, right):
     teacher = torch.stack([(-values).exp() / 2, 1 - (-values).exp() / 2], -1).log()
     weights = (torch.arange(10) < kept).double() / kept
     loss, divergence, *_ = fused_token_kl(
-        student, lambda x: x, teacher, lambda x: x, weights, torch.zeros(10, dtype=torch.long), alpha=1, sampled=True, chunk=chunk
+        student, head(torch.eye(2).double()), teacher, head(torch.eye(2).double()), weights, torch.zeros(10, dtype=torch.long),
+        alpha=1, sampled=True, chunk=chunk,
     )
     loss.backward()
     assert loss.item() == pytest.approx(right) and divergence.tolist() == pytest.approx(values.tolist())
@@ -334,11 +340,10 @@ def test_fused_with_a_tied_head_and_a_bias_reaches_every_parameter():
     _, _, teacher_h, teacher_W, weights, tokens, _ = fused_inputs()
 
     def loss(E, b, fused):
-        h, head = E[tokens.flip(0)][:, :H].tanh(), lambda x: F.linear(x, E, b)
-        teacher = lambda x: F.linear(x, teacher_W)
+        h = E[tokens.flip(0)].tanh()
         if fused:
-            return fused_token_kl(h, head, teacher_h, teacher, weights, tokens, alpha=0.5, topk=3, chunk=3)[0]
-        return (weights * token_kl(head(h), teacher(teacher_h), 0.5, 3)).sum()
+            return fused_token_kl(h, head(E, b), teacher_h, head(teacher_W), weights, tokens, alpha=0.5, topk=3, chunk=3)[0]
+        return (weights * token_kl(F.linear(h, E, b), F.linear(teacher_h, teacher_W), 0.5, 3)).sum()
 
     leaves = normals(V, H, seed=8).requires_grad_(), normals(V, seed=9).requires_grad_()
     for ours, plain in zip(*(torch.autograd.grad(loss(*leaves, fused), leaves) for fused in (True, False))):
@@ -348,33 +353,57 @@ def test_fused_with_a_tied_head_and_a_bias_reaches_every_parameter():
 
 def test_fused_with_no_tokens_is_a_zero_that_reaches_the_parameters():
     W = normals(V, H).requires_grad_()
-    nothing, head = torch.zeros(0, H, dtype=torch.float64), lambda x: F.linear(x, W)
-    loss, *logged = fused_token_kl(nothing, head, nothing, head, torch.zeros(0), torch.zeros(0, dtype=torch.long), alpha=0.5, topk=3)
+    nothing, none = torch.zeros(0, H, dtype=torch.float64), torch.zeros(0, dtype=torch.long)
+    loss, *logged = fused_token_kl(nothing, head(W), nothing, head(W), torch.zeros(0), none, alpha=0.5, topk=3)
     loss.backward()
     assert loss.item() == 0 and W.grad.abs().sum() == 0 and [len(x) for x in logged] == [0, 0, 0]
 
 
-@pytest.mark.parametrize("fused", [True, False])
-def test_fused_keeps_no_logits_for_the_backward_pass(fused):
-    """What autograd keeps is smaller than one (N, V) tensor, and the head never sees more than a chunk."""
-    tokens, words, chunk, kept, rows = 64, 500, 16, {}, []
-    h, W = normals(tokens, 2).requires_grad_(), normals(words, 2, seed=1).requires_grad_()
+class Largest(TorchDispatchMode):
+    """Watches every operation, forward and backward, for the largest tensor that it makes."""
 
-    def head(x):
-        rows.append(len(x))
-        return F.linear(x, W)
+    elements = 0
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        out = function(*args, **(kwargs or {}))
+        for x in torch.utils._pytree.tree_leaves(out):
+            self.elements = max(self.elements, x.numel() if isinstance(x, torch.Tensor) else 0)
+        return out
+
+
+@pytest.mark.parametrize("fused", [True, False])
+def test_fused_makes_no_tensor_of_all_logits_and_keeps_less_than_one(fused):
+    """What autograd keeps is smaller than one (N, V) tensor, and no operation makes more than a chunk of it."""
+    tokens, words, chunk, kept = 64, 500, 16, {}
+    h, W = normals(tokens, 2).requires_grad_(), normals(words, 2, seed=1).requires_grad_()
+    others = 2 * h.detach(), head(W.detach()), torch.ones(tokens), torch.zeros(tokens, dtype=torch.long)
 
     def pack(x):
         kept[x.untyped_storage().data_ptr()] = x.untyped_storage().nbytes() // x.element_size()
         return x
 
-    with torch.autograd.graph.saved_tensors_hooks(pack, lambda x: x):
-        if fused:
-            loss = fused_token_kl(h, head, h.detach(), head, torch.ones(tokens), torch.zeros(tokens, dtype=torch.long), alpha=0.5, chunk=chunk)[0]
-        else:                                                              # the plain form, to show that the count counts
-            loss = token_kl(head(h), head(h.detach() * 2), 0.5).sum()
-    loss.backward()
-    assert (sum(kept.values()) < tokens * words) == fused and (max(rows) <= chunk) == fused
+    with Largest() as largest:
+        with torch.autograd.graph.saved_tensors_hooks(pack, lambda x: x):
+            if fused:
+                loss = fused_token_kl(h, head(W), *others, alpha=0.5, chunk=chunk)[0]
+            else:                                                          # the plain form, to show that the count counts
+                loss = token_kl(F.linear(h, W), F.linear(others[0], W), 0.5).sum()
+        loss.backward()
+    assert (sum(kept.values()) < tokens * words) == fused
+    assert largest.elements == (chunk if fused else tokens) * words
+
+
+@pytest.mark.parametrize("settings", [dict(alpha=0.5), dict(alpha=0, topk=3, temperature=0.7, is_clip=1.2, teacher_mix=0.4)], ids=str)
+def test_compiled_kernel_equals_the_eager_one(settings):
+    """One graph for all lengths: the last chunk is filled up, and the filling must not show."""
+    results = []
+    for compiled in (False, True):
+        h, W, *others = fused_inputs()
+        leaves = h.requires_grad_(), W.requires_grad_()
+        loss, *logged = run_fused(*leaves, *others, chunk=4, compiled=compiled, **settings)
+        results.append([loss, *logged, *torch.autograd.grad(3 * loss, leaves)])
+    for eager, fast in zip(*results):
+        torch.testing.assert_close(fast, eager)
 
 
 def test_fused_refuses_a_sampled_divergence_other_than_reverse_kl():
@@ -392,7 +421,7 @@ def test_fused_refuses_an_importance_cap_without_the_old_log_probs():
 def test_fused_token_logps_equal_the_plain_ones(chunk):
     h, W, *_, tokens, _ = fused_inputs()
     h, W = h.requires_grad_(), W.requires_grad_()
-    ours, entropy = fused_token_logps(h, lambda x: F.linear(x, W), tokens, temperature=0.7, chunk=chunk)
+    ours, entropy = fused_token_logps(h, head(W), tokens, temperature=0.7, chunk=chunk)
     plain = token_logps(F.linear(h, W), tokens, 0.7)
     torch.testing.assert_close(ours, plain)
     torch.testing.assert_close(entropy, token_entropy(F.linear(h, W) / 0.7).detach())

@@ -2,6 +2,7 @@
 
 import copy
 import math
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -192,6 +193,10 @@ def test_teacher_prompts_pass_templates_and_the_length_on():
 # ---- Who the teacher is ------------------------------------------------------------------------
 
 
+def head(W):
+    return SimpleNamespace(weight=W)                                       # an output projection without bias
+
+
 class Model(torch.nn.Module):
     """Two weights, all equal to `value`, and dropout to show the mode."""
 
@@ -283,7 +288,7 @@ def test_sdpo_03_trust_region_mixes_logits(frozen, student, mix, probabilities):
     student = torch.tensor([student], requires_grad=True)
     weights, tokens = torch.ones(1), torch.zeros(1, dtype=torch.long)
     loss, *_ = fused_token_kl(
-        student, lambda x: x, torch.tensor([frozen]), lambda x: x, weights, tokens, alpha=0, teacher_mix=teacher.mix
+        student, head(torch.eye(2)), torch.tensor([frozen]), head(torch.eye(2)), weights, tokens, alpha=0, teacher_mix=teacher.mix
     )
     loss.backward()
     s = [16 / 17, 1 / 17]
@@ -371,7 +376,7 @@ def test_sdpo_loss_equals_the_fused_divergence_on_the_same_tokens():
     plain, _ = sdpo_loss(token_kl(student, F.linear(teacher_h, teacher_W) / 0.7, 0.5, 3), logps, old, mask, is_clip=1.3)
     weights = torch.ones(int(mask.sum())) / mask.sum()
     fused, *_ = fused_token_kl(
-        h[mask], lambda x: F.linear(x, W), teacher_h[mask], lambda x: F.linear(x, teacher_W), weights, tokens[mask],
+        h[mask], head(W), teacher_h[mask], head(teacher_W), weights, tokens[mask],
         alpha=0.5, topk=3, temperature=0.7, chunk=2, old_logps=old[mask], is_clip=1.3,
     )
     torch.testing.assert_close(fused, plain)
