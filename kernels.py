@@ -26,8 +26,10 @@ complement; there it is log(1 - sum of the kept), which loses up to 4 nats in sm
     python kernels.py        compares the plain and the fused divergence: time, memory, error
 """
 
+import argparse
 import functools
 import math
+import os
 import time
 import warnings
 from types import SimpleNamespace
@@ -423,57 +425,123 @@ def fused_token_logps(hidden, head, tokens, *, temperature=1.0, chunk=1024):
 
 
 # ------------------------------------------------------------------------------------------------
-# python kernels.py: the plain and the chunked divergence side by side
+# python kernels.py [--bench]: the forms of the divergence side by side
 # ------------------------------------------------------------------------------------------------
 
 
-def _kept_bytes(run):
-    """Bytes that autograd keeps between the forward and the backward pass of `run`."""
-    kept = {}
-
-    def pack(x):
-        kept[x.untyped_storage().data_ptr()] = x.untyped_storage().nbytes()
-        return x
-
-    with torch.autograd.graph.saved_tensors_hooks(pack, lambda x: x):
-        run()
-    return sum(kept.values())
-
-
-def main(N=256, V=16_384, H=128, alpha=0.5, rounds=3):
-    """Print time, memory kept for the backward pass and gradient error of both forms."""
+def _forms(N, V, H, alpha, chunk, device, dtype):
+    """{name: () -> (loss, [hidden, weight])} of one problem, and the float64 gradients."""
     generator = torch.Generator().manual_seed(0)
-    student, teacher = (torch.randn(N, H, generator=generator) for _ in range(2))
-    W_s, W_t = (torch.randn(V, H, generator=generator) / H**0.5 for _ in range(2))
-    tokens, weights = torch.randint(V, (N,), generator=generator), torch.full((N,), 1 / N)
+    draw = lambda *shape: torch.randn(shape, generator=generator)          # noqa: E731
+    # Heads with a spread of about 2 nats, a teacher near its student: what training looks like.
+    student, weight = draw(N, H), 2 * draw(V, H) / H**0.5
+    teacher, teacher_weight = student + 0.1 * draw(N, H), weight.clone()
+    tokens = torch.randint(V, (N,), generator=generator).to(device)
+    weights = torch.full((N,), 1 / N, device=device)
+    to = lambda x, dtype=dtype: x.to(device, dtype)                        # noqa: E731
+    h_t, W_t = to(teacher), to(teacher_weight)
 
-    def plain(dtype=torch.float32, **_):
-        h, w = student.to(dtype).requires_grad_(), W_s.to(dtype).requires_grad_()
-        logits = F.linear(teacher.to(dtype), W_t.to(dtype))
-        return (token_kl(F.linear(h, w), logits, alpha) * weights).sum(), h, w
+    def leaves(dtype=dtype):
+        return to(student, dtype).requires_grad_(), to(weight, dtype).requires_grad_()
 
-    def fused(chunk=64):
-        h, w = student.clone().requires_grad_(), W_s.clone().requires_grad_()
-        loss, *_ = fused_token_kl(
-            h, SimpleNamespace(weight=w), teacher, SimpleNamespace(weight=W_t), weights, tokens, alpha=alpha, chunk=chunk
-        )
-        return loss, h, w
+    def eager(h, W, h_t=h_t, W_t=W_t):
+        return (token_kl(F.linear(h, W), F.linear(h_t, W_t), alpha) * weights.to(h.dtype)).sum()
 
-    loss, *leaves = plain(torch.float64)
-    exact = torch.autograd.grad(loss, leaves)
-    print(f"D_{alpha} and its gradient: N={N} tokens, V={V} words, H={H}, float32, {torch.get_num_threads()} threads")
-    print(f"{'form':<10}{'ms':>8}{'MB kept':>10}{'gradient error':>17}")
-    for name, form in (("plain", plain), ("fused", fused)):
-        times, error = [], 0.0
-        for _ in range(rounds):
+    compiled = torch.compile(eager, dynamic=False)
+
+    def fused(h, W, compiled):
+        heads = SimpleNamespace(weight=W), SimpleNamespace(weight=W_t)
+        return fused_token_kl(h, heads[0], h_t, heads[1], weights, tokens, alpha=alpha, chunk=chunk, compiled=compiled)[0]
+
+    forms = {
+        "plain": eager, "plain, compiled": compiled,
+        "fused": lambda h, W: fused(h, W, False), "fused, compiled": lambda h, W: fused(h, W, True),
+    }
+    try:
+        from liger_kernel.chunked_loss import LigerFusedLinearJSDLoss
+
+        liger = LigerFusedLinearJSDLoss(weight_hard_loss=0.0, weight_soft_loss=1.0, beta=alpha, compiled=True, chunk_size=chunk)
+        forms["liger, compiled"] = lambda h, W: liger(h, W, h_t, W_t, tokens)
+    except ImportError:
+        pass
+    h, W = leaves(torch.float64)
+    exact = torch.autograd.grad(eager(h, W, to(teacher, torch.float64), to(teacher_weight, torch.float64)), [h, W])
+    return forms, leaves, exact, (h_t, W_t)
+
+
+def _peak_bytes(run, device):
+    """The most memory that `run` holds beyond what was there before it."""
+    if device == "cuda":
+        torch.cuda.synchronize()
+        torch.cuda.reset_peak_memory_stats()
+        before = torch.cuda.memory_allocated()
+        run()
+        torch.cuda.synchronize()
+        return torch.cuda.max_memory_allocated() - before
+    os.environ.setdefault("KINETO_LOG_LEVEL", "99")                        # the profiler talks to stderr otherwise
+    with torch.profiler.profile(profile_memory=True) as profile:
+        run()
+    peak = now = 0
+    for event in sorted(profile.profiler.kineto_results.events(), key=lambda e: e.start_ns()):
+        if event.name() == "[memory]":
+            now += event.nbytes()
+            peak = max(peak, now)
+    return peak
+
+
+def bench(N, V, H, alpha=0.5, chunk=128, device="cpu", dtype=torch.float32, rounds=5, only=None):
+    """Print milliseconds, peak memory, ratios and gradient error of every form, medians of paired rounds."""
+    forms, leaves, exact, (h_t, W_t) = _forms(N, V, H, alpha, chunk, device, dtype)
+    forms = {name: form for name, form in forms.items() if only is None or name in only}
+    sync = torch.cuda.synchronize if device == "cuda" else lambda: None
+
+    def step(form):
+        h, W = leaves()
+        return torch.autograd.grad(form(h, W), [h, W])
+
+    def floor():                                                           # four products, nothing else
+        h, W = leaves()
+        with torch.no_grad():
+            z, _ = h @ W.t(), h_t @ W_t.t()
+            return z @ W, z.t() @ h
+
+    runs = {name: (lambda form=form: step(form)) for name, form in forms.items()} | {"matrix products": floor}
+    times, errors = {name: [] for name in runs}, {}
+    for i in range(rounds + 1):                                            # the first round compiles
+        for name, run in runs.items():
+            sync()
             start = time.perf_counter()
-            loss, *leaves = form()
-            grads = torch.autograd.grad(loss, leaves)
-            times.append(time.perf_counter() - start)
-            error = max(((g - e).abs().max() / e.abs().max()).item() for g, e in zip(grads, exact))
-        ms, kept = 1000 * sorted(times)[rounds // 2], _kept_bytes(form) / 1e6
-        print(f"{name:<10}{ms:>8.0f}{kept:>10.1f}{error:>17.1e}")
-    print("Same numbers; the fused form keeps the gradient of the weights (V, H), and never an (N, V) tensor.")
+            grads = run()
+            sync()
+            if i:
+                times[name].append(time.perf_counter() - start)
+            elif name in forms:
+                errors[name] = max(((g - e).abs().max() / e.abs().max()).item() for g, e in zip(grads, exact))
+    ms = {name: 1000 * sorted(t)[len(t) // 2] for name, t in times.items()}
+    ours = "fused, compiled" if "fused, compiled" in ms else "fused"
+    print(f"\nD_{alpha} with gradients, N={N} tokens, V={V} words, H={H}, {str(dtype)[6:]}, chunk {chunk}, {device}"
+          + (f", {torch.get_num_threads()} threads" if device == "cpu" else f" ({torch.cuda.get_device_name()})"))
+    print(f"{'form':<18}{'ms':>8}{'peak MB':>10}{'/ ours':>9}{'/ floor':>9}{'gradient error':>16}")
+    for name in runs:
+        peak = _peak_bytes(runs[name], device) / 1e6
+        error = f"{errors[name]:.1e}" if name in errors else ""
+        print(f"{name:<18}{ms[name]:>8.0f}{peak:>10.1f}{ms[name] / ms[ours]:>9.2f}{ms[name] / ms['matrix products']:>9.2f}{error:>16}")
+
+
+def main(argv=None):
+    """python kernels.py: a small comparison; --bench: the full one."""
+    parser = argparse.ArgumentParser(description="Compare the forms of the token divergence.")
+    parser.add_argument("--bench", action="store_true", help="compiled forms and peers too; minutes")
+    parser.add_argument("--device", default="cpu", choices=("cpu", "cuda"))
+    parser.add_argument("--sizes", nargs=3, type=int, metavar=("N", "V", "H"), action="append", help="problem sizes")
+    options = parser.parse_args(argv)
+    if not options.bench:
+        bench(256, 16_384, 64, chunk=64, rounds=1, only=("plain", "fused"))
+        print("\nThe same numbers. The fused form never keeps an (N, V) tensor: it makes the gradient where the logits are.")
+        return
+    cuda = options.device == "cuda"
+    for N, V, H in options.sizes or ([(8192, 151_936, 2560)] if cuda else [(512, 32_768, 256), (2048, 32_768, 256)]):
+        bench(N, V, H, chunk=1024 if cuda else 128, device=options.device, dtype=torch.bfloat16 if cuda else torch.float32)
 
 
 if __name__ == "__main__":

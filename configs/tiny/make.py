@@ -12,9 +12,9 @@ The tasks stand in for the four domains of the real study, small enough for a mo
     code      one-line Python functions, with tests      a fenced python block
 
 Pretraining on `pretrain/clean.jsonl` teaches every skill, and how to use a demonstration or feedback placed in the
-prompt. `pretrain/noisy.jsonl` then makes the model unsure: half of its plain answers are plausible mistakes, so that
-about half of the samples of any prompt are right. That leaves the tasks something to teach, and the demonstrations,
-which stay correct throughout, make the model a good teacher of itself.
+prompt. `pretrain/noisy.jsonl` then makes the model unsure: a good third of its plain answers are plausible mistakes, so
+that about half of the samples of any prompt are right. That leaves the tasks something to teach. What a demonstration
+says is followed throughout, which makes the model a good teacher of itself.
 """
 
 import json
@@ -30,10 +30,12 @@ from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM,
 
 SEED = 0
 TEST_ROWS, TRAIN_ROWS = 96, 512  # per task
-CLEAN_ROWS, NOISY_ROWS = 64_000, 20_000
-SHARES = (0.35, 0.35, 0.15, 0.15)  # of the tasks in pretraining: math and science are slower to learn
-DEMONSTRATION_SHARE, FEEDBACK_SHARE = 0.30, 0.10
-WRONG_SHARE, WRONG_AFTER_FEEDBACK = 0.50, 0.25  # of the noisy rows; feedback helps, but does not settle the matter
+CLEAN_ROWS, NOISY_ROWS = 64_000, 24_000
+CLEAN_SHARES = (0.35, 0.35, 0.15, 0.15)  # of the tasks: math and science are slower to learn
+NOISY_SHARES = (0.25, 0.25, 0.25, 0.25)
+DEMONSTRATION_SHARE, FEEDBACK_SHARE = 0.35, 0.10
+FALSE_SHARE = 0.50  # of the demonstrations; see pretraining_rows
+WRONG_SHARE, WRONG_AFTER_FEEDBACK = 0.38, 0.25  # of the noisy rows; feedback helps, but does not settle the matter
 BROKEN_SHARE = 0.05  # of the wrong answers, those that break the format instead
 VOCABULARY = 560  # 256 bytes and about 300 words
 
@@ -304,15 +306,20 @@ def task_rows(name: str) -> list[dict]:
 def pretraining_rows(count: int, noisy: bool, held_out: set[str]) -> list[dict]:
     """Prompts of all tasks, plain, with a demonstration or with feedback, none of them from a test split."""
     rng = random.Random(f"{SEED} {'noisy' if noisy else 'clean'}")
-    rows = []
+    shares = NOISY_SHARES if noisy else CLEAN_SHARES
+    rows: list[dict] = []
     while len(rows) < count:
-        problem = TASKS[rng.choices(list(TASKS), weights=SHARES)[0]](rng)
+        problem = TASKS[rng.choices(list(TASKS), weights=shares)[0]](rng)
         if problem.question in held_out:
             continue
         kind, prompt, claim, wrong = rng.random(), problem.question, problem.truth, False
         if kind < DEMONSTRATION_SHARE:
-            # Demonstration and response are worded independently: what is to be taken over is what it says.
-            prompt = WITH_DEMONSTRATION.format(prompt, problem.write(problem.truth))
+            # Demonstration and response are worded independently: what is to be taken over is what it says. Some say
+            # something false, and are followed all the same: only so does the model learn to read the demonstration
+            # where it could as well work out the answer, which will be of no use to it once its answers are noisy.
+            if rng.random() < FALSE_SHARE:
+                claim = problem.mistake()
+            prompt = WITH_DEMONSTRATION.format(prompt, problem.write(claim))
         elif kind < DEMONSTRATION_SHARE + FEEDBACK_SHARE:
             earlier = problem.mistake()
             prompt = WITH_FEEDBACK.format(prompt, problem.feedback(earlier))
