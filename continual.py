@@ -32,6 +32,7 @@ import json
 import math
 import os
 import random
+import re
 import shutil
 import signal
 import sys
@@ -42,6 +43,7 @@ import warnings
 import zlib
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Annotated, Literal
 
 import torch
 import torch.distributed.checkpoint as dcp
@@ -53,8 +55,11 @@ from tqdm import tqdm
 from transformers import AutoModelForCausalLM, AutoTokenizer, set_seed
 from transformers.utils import logging as transformers_logging
 
-from eval import VERIFIERS, TaskSpec, accuracy, continual_metrics, format_matrix, load_task, report, verify
-from grpo import encode, group_advantages, grpo_loss, left_pad, rollout, stop_ids
+from eval import (
+    AT_LEAST_1, NOT_NEGATIVE, POSITIVE, SHARE, TaskSpec, accuracy, continual_metrics, format_matrix, load_task, one_line,
+    report, verify,
+)
+from grpo import encode, group_advantages, grpo_loss, left_pad, rollout
 from kernels import fused_token_kl, fused_token_logps, masked_mean, predicting
 from sdpo import FEEDBACK, REPROMPT, SOLUTION, Teacher, drop_tokens, sdpo_loss, teacher_prompts
 
@@ -72,139 +77,105 @@ class RunError(RuntimeError):
     """A run that had to stop; the message is one line for the user."""
 
 
+BELOW_1 = (lambda x: 0 <= x < 1, "at least 0 and below 1")
+
+
 @dataclass
 class RolloutConfig:
-    temperature: float = 1.0            # of sampling in training; divides the logits in the losses too
-    batch_size: int = 0                 # responses sampled at once; 0: the whole step
+    temperature: Annotated[float, POSITIVE] = 1.0    # of sampling in training; divides the losses' logits too
+    batch_size: Annotated[int, NOT_NEGATIVE] = 0     # responses sampled at once; 0: the whole step
     chat_template: dict = field(default_factory=dict)  # arguments of the chat template, e.g. enable_thinking
 
 
 @dataclass
 class OptimConfig:
-    weight_decay: float = 0.01          # AdamW
-    beta1: float = 0.9                  # AdamW
-    beta2: float = 0.999                # AdamW
-    grad_clip: float = 1.0              # largest norm of the gradient
-    warmup_steps: int = 0               # the learning rate rises linearly over these, in every stage
-    schedule: str = "constant"          # after them: constant, or cosine (down to 0 at the stage's end)
-    updates_per_step: int = 1           # optimizer updates made from one step's rollouts
-    micro_batch_tokens: int = 16384     # padded tokens in one forward pass
-    chunk: int = 1024                   # tokens projected to the vocabulary at once
-    compute_dtype: str = "float32"      # float32 or bfloat16 (autocast; the weights stay float32)
-    gradient_checkpointing: bool = False  # recompute activations in the backward pass
+    weight_decay: Annotated[float, NOT_NEGATIVE] = 0.01        # AdamW
+    beta1: Annotated[float, BELOW_1] = 0.9                     # AdamW
+    beta2: Annotated[float, BELOW_1] = 0.999                   # AdamW
+    grad_clip: Annotated[float, POSITIVE] = 1.0                # largest norm of the gradient
+    warmup_steps: Annotated[int, NOT_NEGATIVE] = 0             # the learning rate rises linearly, in every stage
+    schedule: Literal["constant", "cosine"] = "constant"       # after that; cosine falls to 0 at the stage's end
+    updates_per_step: Annotated[int, AT_LEAST_1] = 1           # optimizer updates from one step's rollouts
+    micro_batch_tokens: Annotated[int, AT_LEAST_1] = 16384     # padded tokens in one forward pass
+    chunk: Annotated[int, AT_LEAST_1] = 1024                   # tokens projected to the vocabulary at once
+    compute_dtype: Literal["float32", "bfloat16"] = "float32"  # bfloat16: autocast; the weights stay float32
+    gradient_checkpointing: bool = False                       # recompute activations in the backward pass
 
 
 @dataclass
 class GrpoConfig:
-    scale_by_std: bool = False          # divide advantages by the group's standard deviation
-    eps: float = 1e-6                   # added to it
-    clip_low: float = 0.2               # the ratio's range is [1 - clip_low, 1 + clip_high]
-    clip_high: float = 0.28
-    dual_clip: float | None = 3.0       # bound of the loss for negative advantages; null: none
-    aggregation: str = "token_mean"     # or sequence_mean
-    kl_coef: float = 0.0                # weight of the k3 penalty to the stage's start
+    scale_by_std: bool = False                                 # divide advantages by the group's std
+    eps: Annotated[float, NOT_NEGATIVE] = 1e-6                 # added to it
+    clip_low: Annotated[float, SHARE] = 0.2                    # the ratio's range is [1 - low, 1 + high]
+    clip_high: Annotated[float, NOT_NEGATIVE] = 0.28
+    dual_clip: Annotated[float | None, (lambda x: 1 < x < math.inf, "above 1, or null")] = 3.0  # where A < 0
+    aggregation: Literal["token_mean", "sequence_mean"] = "token_mean"
+    kl_coef: Annotated[float, NOT_NEGATIVE] = 0.0              # weight of the k3 penalty to the stage's start
 
 
 @dataclass
 class SdpoConfig:
-    teacher: str = "frozen"             # frozen, ema, restart, trust_region, live
-    rate: float = 0.05                  # ema: the student's share per update; trust_region: in the logits
-    every: int = 20                     # restart: updates between two copies
-    init_from: str | None = None        # start the teacher from this model instead of the student
-    init_mix: float = 1.0               # ... with this share, the student's being the rest
-    alpha: float = 0.5                  # divergence: 0 KL(t||s), 1 KL(s||t), between: the mixture form
-    topk: int | None = None             # only the student's k most likely tokens; null: all
-    tail: bool = True                   # with topk: the rest as one bucket, or renormalised without
-    sampled_token: bool = False         # the sampled token alone (reverse KL; needs alpha 1)
-    is_clip: float | None = 2.0         # cap of the importance weight; null: no weight
-    threshold: float = 0.5              # reward that makes a response a demonstration
-    exclude_self: bool = True           # a response is no demonstration for itself
-    use_feedback: bool = False          # insert the verifier's feedback
-    feedback_with_demonstration: bool = False  # ... beside a demonstration too
-    keep_thinking: bool = False         # leave the reasoning in demonstrations
-    mask_ratio: float = 0.0             # random share of tokens left out of the loss
-    max_teacher_tokens: int = 10240     # longest teacher prompt; the insertion is shortened to fit
-    template: str = REPROMPT            # {prompt}, {solution}, {feedback}
-    solution_template: str = SOLUTION   # {demonstration}
-    feedback_template: str = FEEDBACK   # {feedback}
+    teacher: Literal[Teacher.KINDS] = "frozen"
+    rate: Annotated[float, SHARE] = 0.05                       # ema: student's share per update; trust_region: in the logits
+    every: Annotated[int, AT_LEAST_1] = 20                     # restart: updates between two copies
+    init_from: str | None = None                               # start the teacher from this model instead
+    init_mix: Annotated[float, SHARE] = 1.0                    # ... with this share; the student's is the rest
+    alpha: Annotated[float, SHARE] = 0.5                       # 0 KL(t||s), 1 KL(s||t), between: the mixture form
+    topk: Annotated[int | None, AT_LEAST_1] = None             # the student's k most likely tokens; null: all
+    tail: bool = True                                          # the other tokens as one bucket, or left out
+    sampled_token: bool = False                                # the sampled token alone (reverse KL; alpha 1)
+    is_clip: Annotated[float | None, POSITIVE] = 2.0           # cap of the importance weight; null: no weight
+    threshold: float = 0.5                                     # reward that makes a demonstration
+    exclude_self: bool = True                                  # a response is no demonstration for itself
+    use_feedback: bool = False                                 # insert the verifier's feedback
+    feedback_with_demonstration: bool = False                  # ... beside a demonstration too
+    keep_thinking: bool = False                                # leave the reasoning in demonstrations
+    mask_ratio: Annotated[float, BELOW_1] = 0.0                # random share of tokens left out of the loss
+    max_teacher_tokens: Annotated[int, AT_LEAST_1] = 10240     # the insertion is shortened to fit
+    template: str = REPROMPT                                   # {prompt}, {solution}, {feedback}
+    solution_template: str = SOLUTION                          # {demonstration}
+    feedback_template: str = FEEDBACK                          # {feedback}
 
 
 @dataclass
 class EvalConfig:
-    samples: int = 1                    # answers to each test prompt
-    temperature: float = 1.0            # 0: the most likely token
-    top_p: float = 1.0
-    top_k: int = 0                      # 0: no cut
-    max_new_tokens: int | None = None   # null: as in training
-    batch_size: int = 256               # answers sampled at once
+    samples: Annotated[int, AT_LEAST_1] = 1                    # answers to each test prompt
+    temperature: Annotated[float, NOT_NEGATIVE] = 1.0          # 0: the most likely token
+    top_p: Annotated[float, (lambda x: 0 < x <= 1, "above 0 and at most 1")] = 1.0
+    top_k: Annotated[int, NOT_NEGATIVE] = 0                    # 0: no cut
+    max_new_tokens: Annotated[int | None, AT_LEAST_1] = None   # null: as in training
+    batch_size: Annotated[int, NOT_NEGATIVE] = 256             # answers sampled at once; 0: all
 
 
 @dataclass
 class Variant:
-    name: str                           # its folder under out_dir
-    set: dict = field(default_factory=dict)  # dotted keys and the values they take in this variant
+    name: str                                                  # its folder under out_dir
+    set: dict = field(default_factory=dict)                    # dotted keys and their values in this variant
 
 
 @dataclass
 class Config:
-    model: str                          # folder or hub id of the base
-    out_dir: str                        # the run's folder
-    tasks: list[TaskSpec]               # the sequence; see eval.TaskSpec
-    method: str = "grpo"                # grpo, sdpo, sft
-    variants: list[Variant] = field(default_factory=list)  # run one after another from the same base
-    seed: int = 0
-    stage_steps: int = 50               # training steps for each task
-    prompts_per_step: int = 32          # P
-    group_size: int = 8                 # G, responses to each prompt
-    max_prompt_tokens: int = 2048       # longer prompts are dropped and counted, never cut
-    max_new_tokens: int = 8192          # longest response
-    lr: float = 1e-6
-    save_every: int = 10                # steps between checkpoints (one more at the end of a stage)
-    keep_checkpoints: int = 2           # the newest so many stay
-    device: str = "auto"                # auto, cpu, cuda
-    trust_remote_code: bool = False     # run model code from the hub
+    model: str                                                 # folder or hub id of the base
+    out_dir: str                                               # the run's folder
+    tasks: list[TaskSpec]                                      # the sequence; see eval.TaskSpec
+    method: Literal["grpo", "sdpo", "sft"] = "grpo"
+    variants: list[Variant] = field(default_factory=list)      # run one after another from the same base
+    seed: Annotated[int, NOT_NEGATIVE] = 0
+    stage_steps: Annotated[int, AT_LEAST_1] = 50               # training steps for each task
+    prompts_per_step: Annotated[int, AT_LEAST_1] = 32          # P
+    group_size: Annotated[int, AT_LEAST_1] = 8                 # G, responses to each prompt
+    max_prompt_tokens: Annotated[int, AT_LEAST_1] = 2048       # longer prompts are dropped and counted, never cut
+    max_new_tokens: Annotated[int, AT_LEAST_1] = 8192          # longest response
+    lr: Annotated[float, POSITIVE] = 1e-6
+    save_every: Annotated[int, AT_LEAST_1] = 10                # steps between checkpoints (and at a stage's end)
+    keep_checkpoints: Annotated[int, AT_LEAST_1] = 2           # the newest so many stay
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    trust_remote_code: bool = False                            # run model code from the hub
     rollout: RolloutConfig = field(default_factory=RolloutConfig)
     optim: OptimConfig = field(default_factory=OptimConfig)
     grpo: GrpoConfig = field(default_factory=GrpoConfig)
     sdpo: SdpoConfig = field(default_factory=SdpoConfig)
     eval: EvalConfig = field(default_factory=EvalConfig)
-
-
-def _one_of(*names):
-    return lambda x: x in names, "one of " + ", ".join(names)
-
-
-_AT_LEAST_1 = (lambda x: x >= 1, "at least 1")
-_NOT_NEGATIVE = (lambda x: 0 <= x < math.inf, "0 or more")
-_POSITIVE = (lambda x: 0 < x < math.inf, "above 0")
-_SHARE = (lambda x: 0 <= x <= 1, "between 0 and 1")
-
-# What a value may be, beyond its type. Dotted key: (test, the words for it). None always passes.
-ALLOWED = {
-    "method": _one_of("grpo", "sdpo", "sft"), "device": _one_of("auto", "cpu", "cuda"),
-    "stage_steps": _AT_LEAST_1, "prompts_per_step": _AT_LEAST_1, "group_size": _AT_LEAST_1,
-    "max_prompt_tokens": _AT_LEAST_1, "max_new_tokens": _AT_LEAST_1, "lr": _POSITIVE,
-    "save_every": _AT_LEAST_1, "keep_checkpoints": _AT_LEAST_1, "seed": _NOT_NEGATIVE,
-    "rollout.temperature": _POSITIVE, "rollout.batch_size": _NOT_NEGATIVE,
-    "optim.weight_decay": _NOT_NEGATIVE, "optim.grad_clip": _POSITIVE, "optim.warmup_steps": _NOT_NEGATIVE,
-    "optim.beta1": (lambda x: 0 <= x < 1, "at least 0 and below 1"),
-    "optim.beta2": (lambda x: 0 <= x < 1, "at least 0 and below 1"),
-    "optim.updates_per_step": _AT_LEAST_1, "optim.micro_batch_tokens": _AT_LEAST_1, "optim.chunk": _AT_LEAST_1,
-    "optim.schedule": _one_of("constant", "cosine"), "optim.compute_dtype": _one_of("float32", "bfloat16"),
-    "grpo.eps": _NOT_NEGATIVE, "grpo.clip_low": _SHARE, "grpo.clip_high": _NOT_NEGATIVE,
-    "grpo.dual_clip": (lambda x: 1 < x < math.inf, "above 1, or null"), "grpo.kl_coef": _NOT_NEGATIVE,
-    "grpo.aggregation": _one_of("token_mean", "sequence_mean"),
-    "sdpo.teacher": _one_of(*Teacher.KINDS), "sdpo.rate": _SHARE, "sdpo.every": _AT_LEAST_1,
-    "sdpo.init_mix": _SHARE, "sdpo.alpha": _SHARE, "sdpo.is_clip": _POSITIVE,
-    "sdpo.topk": (lambda x: x >= 1, "at least 1, or null for the whole vocabulary"),
-    "sdpo.mask_ratio": (lambda x: 0 <= x < 1, "at least 0 and below 1"), "sdpo.max_teacher_tokens": _AT_LEAST_1,
-    "eval.samples": _AT_LEAST_1, "eval.temperature": _NOT_NEGATIVE, "eval.max_new_tokens": _AT_LEAST_1,
-    "eval.top_p": (lambda x: 0 < x <= 1, "above 0 and at most 1"), "eval.top_k": _NOT_NEGATIVE,
-    "eval.batch_size": _NOT_NEGATIVE,
-    "tasks.verifier": _one_of(*VERIFIERS), "tasks.steps": _AT_LEAST_1, "tasks.lr": _POSITIVE,
-    "tasks.train_limit": _AT_LEAST_1, "tasks.test_limit": _AT_LEAST_1,
-    "tasks.test_share": (lambda x: 0 < x < 1, "above 0 and below 1"),
-}
 
 
 class _Raw(str):
@@ -213,23 +184,27 @@ class _Raw(str):
 
 def _build(hint, value, key):
     """`value` as the type `hint`, dataclasses built field by field. Raises ConfigError naming `key`."""
+    if typing.get_origin(hint) is Annotated:
+        hint, (test, words) = hint.__args__[0], hint.__metadata__[0]
+        value = _build(hint, value, key)
+        if value is not None and not test(value):
+            raise ConfigError(f"{key}: {value!r} isn't allowed; it must be {words}")
+        return value
     if isinstance(hint, types.UnionType):                                  # X | None
         return None if value in (None, "null") else _build(hint.__args__[0], value, key)
     if isinstance(value, _Raw):
-        value = str(value) if hint is str else yaml.safe_load(value)
+        try:
+            value = str(value) if hint is str or typing.get_origin(hint) is Literal else yaml.safe_load(value)
+        except yaml.YAMLError:
+            raise ConfigError(f"{key}: {str(value)!r} isn't a value that YAML knows") from None
+        if dataclasses.is_dataclass(hint):
+            raise ConfigError(f"{key}: set its keys one by one, e.g. {key}.{dataclasses.fields(hint)[0].name}=...")
+    if typing.get_origin(hint) is Literal:
+        if value not in hint.__args__:
+            raise ConfigError(f"{key}: {value!r} isn't allowed; it must be one of {', '.join(hint.__args__)}")
+        return value
     if dataclasses.is_dataclass(hint):
-        if not isinstance(value, dict):
-            raise ConfigError(f"{key or 'the file'}: {value!r} must be a mapping of settings")
-        hints, dot = typing.get_type_hints(hint), f"{key}." if key else ""
-        for name in value:
-            if name not in hints:
-                near = difflib.get_close_matches(str(name), hints, n=1) or sorted(hints)
-                raise ConfigError(f"{dot}{name}: no such key; " + (f"did you mean {near[0]}?" if len(near) == 1 else f"there are {', '.join(near)}"))
-        for f in dataclasses.fields(hint):
-            if f.name not in value and f.default is f.default_factory is dataclasses.MISSING:
-                raise ConfigError(f"{dot}{f.name}: missing, and it has no default")
-        built = hint(**{name: _build(hints[name], v, f"{dot}{name}") for name, v in value.items()})
-        return built
+        return _build_dataclass(hint, value, key)
     if typing.get_origin(hint) is list:
         if not isinstance(value, list):
             raise ConfigError(f"{key}: {value!r} must be a list")
@@ -239,42 +214,53 @@ def _build(hint, value, key):
             value = float(value)
     if not isinstance(value, hint) or (hint is int and isinstance(value, bool)):
         raise ConfigError(f"{key}: {value!r} must be of type {hint.__name__}")
-    generic = ".".join(p for p in key.split(".") if not p.isdigit())
-    test, words = ALLOWED.get(generic, (lambda x: True, ""))
-    if not test(value):
-        raise ConfigError(f"{key}: {value!r} isn't allowed; it must be {words}")
     return value
+
+
+def _build_dataclass(kind, value, key):
+    hints, dot = typing.get_type_hints(kind, include_extras=True), f"{key}." if key else ""
+    if not isinstance(value, dict):
+        raise ConfigError(f"{key or 'the file'}: {value!r} must be a mapping of settings")
+    for name in value:
+        if name not in hints:
+            near = difflib.get_close_matches(str(name), hints, n=1)
+            raise ConfigError(f"{dot}{name}: no such key; " + (f"did you mean {near[0]}?" if near else f"there are {', '.join(hints)}"))
+    for f in dataclasses.fields(kind):
+        if f.name not in value and f.default is f.default_factory is dataclasses.MISSING:
+            raise ConfigError(f"{dot}{f.name}: missing, and it has no default")
+    return kind(**{name: _build(hints[name], v, f"{dot}{name}") for name, v in value.items()})
 
 
 def _check_whole(c):
     """What one value means for another. Raises ConfigError naming the key to change."""
-    names = [t.name for t in c.tasks]
+    tasks, variants, sdpo = [t.name for t in c.tasks], [v.name for v in c.variants], c.method == "sdpo"
     rules = [
-        (names, "tasks: at least one is needed"),
-        (len(set(names)) == len(names), f"tasks: the names {names} must differ"),
+        (tasks, "tasks: at least one is needed"),
+        (len(set(tasks)) == len(tasks), f"tasks: the names {tasks} must differ"),
+        (len(set(variants)) == len(variants), f"variants: the names {variants} must differ"),
         (c.method == "sft" or c.group_size >= 2,
          f"group_size: {c.group_size} isn't allowed; {c.method} compares siblings, so it must be at least 2"),
         (not (c.sdpo.sampled_token and c.sdpo.alpha != 1), f"sdpo.alpha: {c.sdpo.alpha} isn't allowed with sampled_token; it must be 1"),
         (not (c.sdpo.teacher == "live" and c.sdpo.init_from), f"sdpo.init_from: {c.sdpo.init_from!r} isn't allowed for a live teacher; it must be null"),
-        (c.sdpo.max_teacher_tokens >= c.max_prompt_tokens,
-         f"sdpo.max_teacher_tokens: {c.sdpo.max_teacher_tokens} must be at least max_prompt_tokens ({c.max_prompt_tokens})"),
+        (not sdpo or c.sdpo.max_teacher_tokens >= c.max_prompt_tokens,
+         f"sdpo.max_teacher_tokens: {c.sdpo.max_teacher_tokens} isn't allowed; it must be at least max_prompt_tokens, {c.max_prompt_tokens}"),
         (c.prompts_per_step % c.optim.updates_per_step == 0,
-         f"optim.updates_per_step: {c.optim.updates_per_step} must divide prompts_per_step ({c.prompts_per_step})"),
+         f"optim.updates_per_step: {c.optim.updates_per_step} isn't allowed; it must divide prompts_per_step, {c.prompts_per_step}"),
         (c.method != "sft" or all(t.reference for t in c.tasks), "tasks: method sft needs a reference template in every task"),
     ]
     for fine, message in rules:
         if not fine:
             raise ConfigError(message)
-    for name in [*names, *(v.name for v in c.variants)]:
+    for name in tasks + variants:
         if not name or name.startswith(".") or set(name) & set("/\\\0"):
             raise ConfigError(f"name: {name!r} isn't allowed; names become folders, so no slash and no leading dot")
-    for key, template, fields in (("template", c.sdpo.template, ("prompt", "solution", "feedback")),
-                                  ("solution_template", c.sdpo.solution_template, ("demonstration",)),
-                                  ("feedback_template", c.sdpo.feedback_template, ("feedback",))):
+    for key, fields in (("template", ("prompt", "solution", "feedback")), ("solution_template", ("demonstration",)),
+                        ("feedback_template", ("feedback",))):
         try:
-            template.format(**dict.fromkeys(fields, ""))
-        except (KeyError, IndexError, ValueError, AttributeError) as e:
-            raise ConfigError(f"sdpo.{key}: {template!r}: {e!r}; its placeholders are {{{'}, {'.join(fields)}}}, other braces are doubled") from None
+            getattr(c.sdpo, key).format(**dict.fromkeys(fields, ""))
+        except (KeyError, IndexError, ValueError, AttributeError):
+            known = ", ".join("{%s}" % f for f in fields)
+            raise ConfigError(f"sdpo.{key}: {getattr(c.sdpo, key)!r} isn't allowed; its placeholders are {known}, other braces are doubled") from None
 
 
 def _set(tree, dotted, value):
@@ -284,25 +270,35 @@ def _set(tree, dotted, value):
         tree = tree[int(part)] if isinstance(tree, list) else tree.setdefault(part, {})
     if isinstance(tree, list):
         tree[int(last)] = value
+    elif last in {f.name for f in dataclasses.fields(Config) if dataclasses.is_dataclass(f.type)} and isinstance(value, dict):
+        raise ConfigError(f"{dotted}: set its keys one by one, e.g. {dotted}.{next(iter(value), 'key')}")
     else:
         tree[last] = value
 
 
+def _locate(config, folder):
+    """Relative files that don't exist here but do beside the config file are meant to be those."""
+
+    def beside(path):
+        return str(Path(folder) / path) if path and not Path(path).exists() and (Path(folder) / path).exists() else path
+
+    config.model, config.sdpo.init_from = beside(config.model), beside(config.sdpo.init_from)
+    for task in config.tasks:
+        task.path, task.test_path = beside(task.path), beside(task.test_path)
+    for variant in config.variants:
+        for key in variant.set:
+            if key.rpartition(".")[2] in ("model", "init_from", "path", "test_path"):
+                variant.set[key] = beside(variant.set[key])
+    return config
+
+
 def make_config(tree, folder="."):
-    """A checked Config from nested dicts; relative files that exist beside the config are found there.
+    """A checked Config from nested dicts; `folder` is where the config file lies.
 
     Raises:
         ConfigError: one line naming key, value and what is allowed.
     """
-    config = _build(Config, tree, "")
-
-    def locate(path):
-        beside = Path(folder) / path if path else None
-        return str(beside) if path and not Path(path).exists() and beside.exists() else path
-
-    config.model, config.sdpo.init_from = locate(config.model), locate(config.sdpo.init_from)
-    for task in config.tasks:
-        task.path, task.test_path = locate(task.path), locate(task.test_path)
+    config = _locate(_build(Config, tree, ""), folder)
     _check_whole(config)
     for variant in config.variants:                                        # a mistake in the last one shows now
         variant_config(config, variant)
@@ -327,7 +323,7 @@ def load_config(path, overrides=()):
                 raise ConfigError(f"override {text!r}: the file has no such place") from None
         return make_config(tree, Path(path).parent)
     except (OSError, UnicodeDecodeError, yaml.YAMLError) as e:
-        raise ConfigError(f"{path}: can't read it: {' '.join(str(e).split())}") from None
+        raise ConfigError(f"{path}: can't read it: {one_line(e)}") from None
     except ConfigError as e:
         raise ConfigError(f"{path}: {e}") from None
 
@@ -337,11 +333,17 @@ def variant_config(config, variant):
     tree = dataclasses.asdict(dataclasses.replace(config, variants=[]))
     try:
         for key, value in variant.set.items():
+            if key in ("out_dir", "variants"):
+                raise ConfigError(f"{key}: a variant can't set it")
             _set(tree, key, value)
         tree["out_dir"] = str(Path(config.out_dir) / variant.name)
         made = _build(Config, tree, "")
         _check_whole(made)
-    except (ConfigError, AttributeError, IndexError, TypeError) as e:
+        if [t.name for t in made.tasks] != [t.name for t in config.tasks]:
+            raise ConfigError("tasks: a variant can't change their names or order, or the comparison would be of other things")
+    except (AttributeError, IndexError, TypeError) as e:
+        raise ConfigError(f"variant {variant.name}: {one_line(e)}") from None
+    except ConfigError as e:
         raise ConfigError(f"variant {variant.name}: {e}") from None
     return made
 
@@ -351,21 +353,20 @@ def variant_config(config, variant):
 # ------------------------------------------------------------------------------------------------
 
 
-def check_local(name):
-    """A name that can't be a hub id must be a folder: the hub isn't asked for it. Raises ConfigError."""
+def _pretrained(kind, name, config, key="model", **options):
+    """kind.from_pretrained(name), its errors in one line. Raises ConfigError naming `key`."""
+    # A name that can't be a hub id must be a folder: the hub isn't asked for it.
     if (name.startswith((".", "/", "~")) or name.count("/") > 1) and not Path(name).is_dir():
-        raise ConfigError(f"model: there is no folder {name!r}")
-
-
-def load_model(name, config, device):
-    """A causal language model in float32, its weights from safetensors. Raises ConfigError."""
-    check_local(name)
+        raise ConfigError(f"{key}: there is no folder {name!r}")
     try:
-        model = AutoModelForCausalLM.from_pretrained(
-            name, dtype=torch.float32, use_safetensors=True, trust_remote_code=config.trust_remote_code
-        ).to(device)
+        return kind.from_pretrained(name, trust_remote_code=config.trust_remote_code, **options)
     except Exception as e:  # a missing file, a refused repository, a bad config: no common base
-        raise ConfigError(f"model: can't load {name!r}: {type(e).__name__}: {str(e).splitlines()[0]}") from None
+        raise ConfigError(f"{key}: can't load {name!r}: {one_line(e)}") from None
+
+
+def load_model(name, config, device, key="model"):
+    """A causal language model in float32, its weights from safetensors. Raises ConfigError."""
+    model = _pretrained(AutoModelForCausalLM, name, config, key, dtype=torch.float32, use_safetensors=True).to(device)
     if config.optim.gradient_checkpointing:
         model.gradient_checkpointing_enable({"use_reentrant": False})
     # The losses apply the head to the last hidden states themselves; some architectures scale or cap
@@ -375,17 +376,13 @@ def load_model(name, config, device):
         logits = model(input_ids=ids).logits.float()
         direct = model.get_output_embeddings()(model.base_model(input_ids=ids).last_hidden_state).float()
     if not torch.allclose(logits, direct, rtol=1e-3, atol=1e-3):
-        raise ConfigError(f"model: {name!r} changes its logits after the output head; such architectures aren't supported")
+        raise ConfigError(f"{key}: {name!r} changes its logits after the output head; such architectures aren't supported")
     return model
 
 
 def load_tokenizer(config):
     """The base's tokenizer. Raises ConfigError if it has no chat template or no end token."""
-    check_local(config.model)
-    try:
-        tokenizer = AutoTokenizer.from_pretrained(config.model, trust_remote_code=config.trust_remote_code)
-    except Exception as e:
-        raise ConfigError(f"model: can't load the tokenizer of {config.model!r}: {type(e).__name__}: {str(e).splitlines()[0]}") from None
+    tokenizer = _pretrained(AutoTokenizer, config.model, config)
     for part, value in (("chat template", tokenizer.chat_template), ("end token", tokenizer.eos_token_id)):
         if value is None:
             raise ConfigError(f"model: the tokenizer of {config.model!r} has no {part}; chat models have one")
@@ -393,38 +390,52 @@ def load_tokenizer(config):
 
 
 def load_tasks(config, tokenizer, say=print):
-    """All tasks of the sequence, without prompts longer than allowed. Raises ConfigError."""
+    """All tasks of the sequence, without what is longer than allowed. Raises ConfigError."""
+
+    def too_long(example):
+        if len(encode(tokenizer, example.messages, **config.rollout.chat_template)) > config.max_prompt_tokens:
+            return "over max_prompt_tokens"
+        if config.method == "sft" and len(tokenizer.encode(example.reference, add_special_tokens=False)) >= config.max_new_tokens:
+            return "with a reference over max_new_tokens"
+
     tasks = []
     for spec in config.tasks:
         try:
             task = load_task(spec)
         except ValueError as e:
             raise ConfigError(str(e)) from None
-        for part in ("train", "test"):
-            examples = getattr(task, part)
-            kept = [e for e in examples if len(encode(tokenizer, e.messages, **config.rollout.chat_template)) <= config.max_prompt_tokens]
-            if len(kept) < len(examples):
-                reason = f"over max_prompt_tokens ({part})"
-                task.dropped[reason] = len(examples) - len(kept)
-            if not kept:
-                raise ConfigError(f"task {spec.name}: every {part} prompt is longer than max_prompt_tokens ({config.max_prompt_tokens})")
-            setattr(task, part, kept)
+        for part, examples in (("training", task.train), ("test", task.test)):
+            try:
+                reasons = [too_long(e) for e in examples]
+            except Exception as e:  # chat templates raise what they like, e.g. at a system message
+                raise ConfigError(f"task {spec.name}: the chat template refuses a {part} prompt: {one_line(e)}") from None
+            for reason in filter(None, reasons):
+                task.dropped[reason] = task.dropped.get(reason, 0) + 1
+            examples[:] = [e for e, reason in zip(examples, reasons) if not reason]
+            if not examples:
+                raise ConfigError(f"task {spec.name}: no {part} prompt is left: all are {reasons[0]}")
         say(f"task {spec.name}: {len(task.train)} training and {len(task.test)} test prompts"
             + "".join(f"; {n} {reason}" for reason, n in task.dropped.items()))
         tasks.append(task)
     return tasks
 
 
-def check_lengths(config, model):
-    """The longest sequence must fit the model, and topk the vocabulary. Raises ConfigError."""
-    vocabulary, room = model.config.get_text_config().vocab_size, model.config.get_text_config().max_position_embeddings
-    if config.sdpo.topk is not None and config.sdpo.topk > vocabulary:
-        raise ConfigError(f"sdpo.topk: {config.sdpo.topk} isn't allowed; it must be at most the vocabulary, {vocabulary}")
-    prompt = config.sdpo.max_teacher_tokens if config.method == "sdpo" else config.max_prompt_tokens
-    longest = prompt + max(config.max_new_tokens, config.eval.max_new_tokens or 0)
-    if longest > room:
-        key = "sdpo.max_teacher_tokens" if config.method == "sdpo" else "max_prompt_tokens"
-        raise ConfigError(f"{key}: {prompt} + max_new_tokens {longest - prompt} is more than the model's {room} positions")
+def check_model(config, model, device):
+    """topk must fit the vocabulary, the longest sequence the model, init_from the student. Raises ConfigError."""
+    text, sdpo = model.config.get_text_config(), config.sdpo
+    key, prompt = "max_prompt_tokens", config.max_prompt_tokens
+    if config.method == "sdpo":
+        key, prompt = "sdpo.max_teacher_tokens", sdpo.max_teacher_tokens
+        if sdpo.topk is not None and sdpo.topk > text.vocab_size:
+            raise ConfigError(f"sdpo.topk: {sdpo.topk} isn't allowed; it must be at most the vocabulary, {text.vocab_size}")
+        if sdpo.init_from:
+            other = load_model(sdpo.init_from, config, device, "sdpo.init_from")
+            if [p.shape for p in other.parameters()] != [p.shape for p in model.parameters()]:
+                raise ConfigError(f"sdpo.init_from: {sdpo.init_from!r} has other shapes than the model {config.model!r}")
+    new = max(config.max_new_tokens, config.eval.max_new_tokens or 0)
+    room = getattr(text, "max_position_embeddings", math.inf)
+    if prompt + new > room:
+        raise ConfigError(f"{key}: {prompt} isn't allowed; with max_new_tokens {new} it must be at most {room - new}, as the model has {room} positions")
 
 
 def step_seed(*parts):
@@ -465,19 +476,25 @@ def response_states(model, prompts, responses, mask, pad_id):
 
 
 def micro_batches(lengths, budget):
-    """Indices in groups of similar length whose padded size (rows * longest) stays within `budget`.
+    """Indices in groups of similar length whose padded size stays within `budget` tokens.
 
-    A single row longer than the budget is a group of its own.
-    >>> micro_batches([5, 1, 2, 2], 6)
+    Prompts are padded on the left, responses on the right, so a group is as wide as its longest
+    prompt and its longest response together. A single row over the budget is a group of its own.
+
+    Args:
+        lengths: (prompt, response) tokens of each row.
+    >>> micro_batches([(4, 1), (1, 0), (1, 1), (1, 1)], 6)
     [[1, 2, 3], [0]]
     """
-    groups, current = [], []
-    for i in sorted(range(len(lengths)), key=lambda i: lengths[i]):
-        if current and (len(current) + 1) * lengths[i] > budget:
-            groups.append(current)
-            current = []
-        current.append(i)
-    return [*groups, current] if current else groups
+    groups, prompt, response = [], 0, 0
+    for i in sorted(range(len(lengths)), key=lambda i: sum(lengths[i])):
+        wide = max(prompt, lengths[i][0]), max(response, lengths[i][1])
+        if not groups or (len(groups[-1]) + 1) * sum(wide) > budget:
+            groups.append([])
+            wide = lengths[i]
+        groups[-1].append(i)
+        prompt, response = wide
+    return groups
 
 
 @dataclass
@@ -526,7 +543,7 @@ def collect(model, tokenizer, task, examples, config):
         return batch, log
     s = config.sdpo
     cut = "Your response was truncated because it exceeded the maximum length."
-    feedback = [v.feedback or (cut if t and not v.reward else "") for v, t in zip(verdicts, out.truncated.tolist())]
+    feedback = [cut if t and not v.reward else v.feedback for v, t in zip(verdicts, out.truncated.tolist())]
     batch.teacher_prompts = teacher_prompts(
         lambda messages: encode(tokenizer, messages, **config.rollout.chat_template),
         chats, out.texts, rewards.flatten().tolist(), feedback, G,
@@ -544,7 +561,6 @@ def collect(model, tokenizer, task, examples, config):
 def references(tokenizer, examples, config, device):
     """The Batch of SFT: reference answers, each with an end token."""
     ids = [tokenizer.encode(e.reference, add_special_tokens=False) + [tokenizer.eos_token_id] for e in examples]
-    ids = [i[: config.max_new_tokens] for i in ids]
     T = max(map(len, ids))
     responses = torch.tensor([i + [tokenizer.eos_token_id] * (T - len(i)) for i in ids], device=device)
     mask = torch.arange(T, device=device) < torch.tensor([len(i) for i in ids], device=device)[:, None]
@@ -596,38 +612,44 @@ def micro_loss(model, teacher, reference, batch, rows, total, config, pad_id):
     )
 
 
+class BadNumbers(FloatingPointError):
+    """A loss or gradient that isn't finite; `updates` of this step had been made before it."""
+
+
 def update(model, teacher, reference, optimizer, batch, config, pad_id):
     """Gradients of a batch over micro-batches, then the optimizer, then the teacher; several times
     on parts of the batch with updates_per_step. Rows without a signal aren't computed, but count.
 
     Returns:
-        dict of floats: means over the updates. Raises FloatingPointError before a bad update.
+        dict of floats: means over the updates. Raises BadNumbers before a bad update.
     """
     N, parts = len(batch.prompts), config.optim.updates_per_step
+    responses = config.method == "grpo" and config.grpo.aggregation == "sequence_mean"
     logs = []
     for part in (range(i * N // parts, (i + 1) * N // parts) for i in range(parts)):
-        if config.method == "grpo" and config.grpo.aggregation == "sequence_mean":
-            total = len(part)
-        else:
-            total = max(1, int(batch.mask[part.start : part.stop].sum()))
         rows = [i for i in part if batch.signal[i]]
         if not rows:                                                       # nothing to learn: no update at all
             continue
-        longest = [len(batch.prompts[i]) if batch.teacher_prompts is None else max(len(batch.prompts[i]), len(batch.teacher_prompts[i])) for i in rows]
-        lengths = [n + int(batch.mask[i].sum()) for n, i in zip(longest, rows)]
+        total, computed = (len(x) if responses else int(batch.mask[list(x)].sum()) for x in (part, rows))
+        seen = [max(len(batch.prompts[i]), len(batch.teacher_prompts[i]) if batch.teacher_prompts else 0) for i in rows]
+        reach = (batch.mask[rows] * torch.arange(1, batch.mask.shape[1] + 1, device=batch.mask.device)).amax(-1).tolist()
         model.train()
-        optimizer.zero_grad(set_to_none=True)
         log = {"loss": 0.0}
-        for group in micro_batches(lengths, config.optim.micro_batch_tokens):
+        for group in micro_batches(list(zip(seen, reach)), config.optim.micro_batch_tokens):
             with autocast(model.device, config):
-                loss, numbers = micro_loss(model, teacher, reference, batch, [rows[i] for i in group], total, config, pad_id)
+                loss, numbers = micro_loss(model, teacher, reference, batch, [rows[i] for i in group], max(1, total), config, pad_id)
             loss.backward()
-            for key, value in (numbers | {"loss": loss.item()}).items():
-                log[key] = log.get(key, 0.0) + value
+            log["loss"] += loss.item()
+            for key, value in numbers.items():                             # means over what was computed
+                log[key] = log.get(key, 0.0) + value * total / max(1, computed)
         log["grad_norm"] = torch.nn.utils.clip_grad_norm_(model.parameters(), config.optim.grad_clip).item()
         if not (math.isfinite(log["loss"]) and math.isfinite(log["grad_norm"])):
-            raise FloatingPointError(f"loss {log['loss']}, gradient norm {log['grad_norm']}")
+            optimizer.zero_grad(set_to_none=True)
+            error = BadNumbers(f"loss {log['loss']}, gradient norm {log['grad_norm']}")
+            error.updates = len(logs)
+            raise error
         optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
         if teacher is not None:
             teacher.update(model)
         logs.append(log)
@@ -705,7 +727,7 @@ def _checksums(folder):
 def _tensors(model, optimizer, teacher, reference):
     """Everything of a stage with weights in it, as the tree that PyTorch's distributed checkpoint saves."""
     tree = {"model": get_model_state_dict(model)}
-    if optimizer is not None:
+    if optimizer is not None:  # never of an optimizer that hasn't stepped: PyTorch would make it step
         tree["optimizer"] = get_optimizer_state_dict(model, optimizer)
     if teacher is not None and teacher.model is not model:
         tree["teacher"] = teacher.model.state_dict()
@@ -714,43 +736,56 @@ def _tensors(model, optimizer, teacher, reference):
     return tree
 
 
+def _flush(folder):
+    """Have the disk hold every file of a folder, and the folder's own list of them."""
+    for path in (*filter(Path.is_file, Path(folder).iterdir()), Path(folder)):
+        descriptor = os.open(path, os.O_RDONLY)
+        os.fsync(descriptor)
+        os.close(descriptor)
+
+
 def save_checkpoint(folder, state, keep, model, optimizer=None, teacher=None, reference=None):
     """Write a checkpoint beside its place, with checksums, then rename it; all but `keep` old ones go.
 
     Between two stages (step 0) the model is all there is.
     """
     place = folder / "checkpoints" / f"{state['stage']:03d}-{state['step']:06d}"
+    if place.exists():                                                     # the same state, made a second time
+        return
     temporary = folder / "checkpoints" / "unfinished"
     shutil.rmtree(temporary, ignore_errors=True)
     temporary.mkdir(parents=True)
+    optimizer = optimizer if optimizer is not None and optimizer.state else None
     dcp.save(_tensors(model, optimizer, teacher, reference), checkpoint_id=temporary, no_dist=True)
-    for file in temporary.iterdir():
-        with open(file, "rb") as f:
-            os.fsync(f.fileno())
-    extra = {"teacher_updates": teacher.updates if teacher else 0, "checksums": _checksums(temporary)}
-    write_whole(temporary / "state.json", json.dumps(state | extra))
-    shutil.rmtree(place, ignore_errors=True)
+    extra = {"stepped": optimizer is not None, "teacher_updates": teacher.updates if teacher else 0}
+    write_whole(temporary / "state.json", json.dumps(state | extra | {"checksums": _checksums(temporary)}))
+    _flush(temporary)
     os.replace(temporary, place)
+    _flush(place.parent)
     for old in checkpoints(folder)[keep:]:
         shutil.rmtree(old)
 
 
 def checkpoints(folder):
     """Finished checkpoints, the newest first; stage and step compare as numbers."""
-    found = (folder / "checkpoints").glob("*-*")
+    found = [p for p in (folder / "checkpoints").glob("*-*") if re.fullmatch(r"\d+-\d+", p.name)]
     return sorted(found, key=lambda p: tuple(map(int, p.name.split("-"))), reverse=True)
 
 
 def newest_state(folder, say=print):
-    """(path, state) of the newest checkpoint whose files are as they were written, or None."""
+    """(path, state) of the newest checkpoint whose files are as they were written, or None.
+
+    Damaged ones are set aside under another name, so that they never count again.
+    """
     for place in checkpoints(folder):
         try:
-            state = json.loads((place / "state.json").read_text())
+            state = json.loads((place / "state.json").read_text(encoding="utf-8"))
             if state["checksums"] == _checksums(place):
                 return place, state
             raise ValueError("a file differs from what was written")
         except (OSError, ValueError, KeyError) as e:
-            say(f"checkpoint {place} is damaged ({e}); looking for the one before it")
+            say(f"checkpoint {place} is damaged ({one_line(e)}); looking for the one before it")
+            os.replace(place, place.with_name(f"damaged-{place.name}-{time.time_ns()}"))
     return None
 
 
@@ -767,16 +802,23 @@ def load_checkpoint(place, model, optimizer=None, teacher=None, reference=None):
         reference.load_state_dict(tree["reference"])
 
 
+def _flat(tree, key=""):
+    """Nested dicts and lists as one dict of dotted keys."""
+    items = tree.items() if isinstance(tree, dict) else enumerate(tree) if isinstance(tree, list) else ()
+    return {k: v for name, part in items for k, v in _flat(part, f"{key}.{name}" if key else str(name)).items()} or {key: tree}
+
+
 def claim_folder(config, folder):
-    """Note the configuration in the run folder, or compare with the one noted. Raises ConfigError."""
-    file = folder / "config.yaml"
-    own = dataclasses.asdict(config)
-    if file.exists():
-        noted = yaml.safe_load(file.read_text()) or {}
-        for key in sorted(own.keys() | noted.keys()):
-            if own.get(key) != noted.get(key) and key not in ("device", "save_every", "keep_checkpoints", "out_dir", "variants"):
+    """Note the configuration in the run folder; where a run has begun, it must be the one noted. Raises ConfigError."""
+    file, own = folder / "config.yaml", dataclasses.asdict(config)
+    begun = any((folder / name).exists() for name in ("checkpoints", "metrics.jsonl", "base.json"))
+    if begun and file.exists():
+        noted, mine = _flat(yaml.safe_load(file.read_text(encoding="utf-8"))), _flat(own)
+        for key in sorted(noted.keys() | mine.keys()):
+            free = key.partition(".")[0] in ("device", "save_every", "keep_checkpoints", "out_dir", "variants")
+            if not free and noted.get(key) != mine.get(key):
                 raise ConfigError(f"out_dir: {folder} belongs to another config: {key} is {noted.get(key)!r} there, "
-                                  f"{own.get(key)!r} here; choose another out_dir or delete it")
+                                  f"{mine.get(key)!r} here; choose another out_dir or delete that one")
     write_whole(file, yaml.safe_dump(own, sort_keys=False, allow_unicode=True))
 
 
@@ -785,16 +827,17 @@ def claim_folder(config, folder):
 # ------------------------------------------------------------------------------------------------
 
 
-def measure(model, tokenizer, tasks, config):
+def measure(model, tokenizer, tasks, config, stop=lambda: None):
     """One row of the matrix and its details: accuracy on every task, from the same seeds each time."""
-    e, row, details = config.eval, [], {}
-    for j, task in enumerate(tasks):
+    row, details = [], {}
+    options = dataclasses.asdict(config.eval) | {"max_new_tokens": config.eval.max_new_tokens or config.max_new_tokens}
+    for task in tasks:
         with autocast(model.device, config):
             found = accuracy(
-                model, tokenizer, task, samples=e.samples, max_new_tokens=e.max_new_tokens or config.max_new_tokens,
-                temperature=e.temperature, top_p=e.top_p, top_k=e.top_k, batch_size=e.batch_size,
-                seed=step_seed(config.seed, "evaluate", j), template=config.rollout.chat_template, progress=True,
+                model, tokenizer, task, seed=step_seed(config.seed, "evaluate", task.spec.name),
+                template=config.rollout.chat_template, progress=True, **options,
             )
+        stop()
         row.append(found["accuracy"])
         details[task.spec.name] = {k: v for k, v in found.items() if k not in ("rewards", "responses")}
     return row, details
@@ -802,10 +845,10 @@ def measure(model, tokenizer, tasks, config):
 
 def base_row(model, tokenizer, tasks, config, folder):
     """The base's row, measured once for all variants that ask it the same questions."""
-    file = Path(folder) / "base.json"
-    asked = {k: v for k, v in dataclasses.asdict(config).items() if k in ("model", "tasks", "eval", "seed", "max_new_tokens", "max_prompt_tokens")}
-    asked |= {"chat_template": config.rollout.chat_template, "compute_dtype": config.optim.compute_dtype}
-    if file.exists() and (noted := json.loads(file.read_text()))["asked"] == asked:
+    file, tree = Path(folder) / "base.json", dataclasses.asdict(config)
+    asked = {k: tree[k] for k in ("model", "tasks", "eval", "seed", "max_new_tokens", "max_prompt_tokens", "rollout")}
+    asked = json.loads(json.dumps(asked | {"compute_dtype": config.optim.compute_dtype}, default=str))
+    if file.exists() and (noted := json.loads(file.read_text(encoding="utf-8")))["asked"] == asked:
         return noted["row"]
     row, details = measure(model, tokenizer, tasks, config)
     write_whole(file, json.dumps({"asked": asked, "row": row, "details": details}))
@@ -818,6 +861,7 @@ def save_model(folder, name, model, tokenizer):
     shutil.rmtree(temporary, ignore_errors=True)
     model.save_pretrained(temporary)
     tokenizer.save_pretrained(temporary)
+    _flush(temporary)
     shutil.rmtree(folder / name, ignore_errors=True)
     os.replace(temporary, folder / name)
 
@@ -827,7 +871,7 @@ def begin_stage(model, config, device):
     teacher = reference = None
     if config.method == "sdpo":
         s = config.sdpo
-        init = load_model(s.init_from, config, device) if s.init_from else None
+        init = load_model(s.init_from, config, device, "sdpo.init_from") if s.init_from else None
         teacher = Teacher(model, s.teacher, s.rate, s.every, init, s.init_mix)
     if config.method == "grpo" and config.grpo.kl_coef:
         reference = copy.deepcopy(model).eval().requires_grad_(False)
@@ -862,10 +906,49 @@ def train_step(model, tokenizer, task, teacher, reference, optimizer, config, st
             batch, log = collect(model, tokenizer, task, examples, config)
     try:
         log |= update(model, teacher, reference, optimizer, batch, config, pad_id)
-    except FloatingPointError as e:
-        raise RunError(f"stage {stage} ({task.spec.name}), step {step + 1}: {e}; rows {[x.id for x in examples]}") from None
+    except BadNumbers as e:
+        e.place = f"stage {stage} ({task.spec.name}), step {step + 1}: {e}; rows {[x.id for x in examples]}"
+        raise
     place = {"stage": stage, "task": task.spec.name, "step": step + 1}
     return place | log | {"lr": lr, "seconds": round(time.perf_counter() - start, 3)}
+
+
+def train_stage(model, tokenizer, task, config, state, place, folder, label, stop):
+    """The steps of one stage that are still to do. `state` moves along and is saved now and then.
+
+    Optimizer and teacher live here, so that their memory is free when the stage is measured.
+
+    Args:
+        place: checkpoint to start from, or None. stop: called when all is saved; leaves if asked to.
+    """
+    optimizer, teacher, reference = begin_stage(model, config, model.device)
+    if place is not None and state["step"]:
+        load_checkpoint(place, model, optimizer if state["stepped"] else None, teacher, reference)
+        if teacher is not None:
+            teacher.updates = state["teacher_updates"]
+    steps = task.spec.steps or config.stage_steps
+    save = lambda: save_checkpoint(folder, state, config.keep_checkpoints, model, optimizer, teacher, reference)  # noqa: E731
+    shown = [("reward", "{:.2f}"), ("divergence", "{:.3f}"), ("length", "{:.0f}"), ("loss", "{:.3f}")]
+    name = f"{label} {state['stage']}/{len(config.tasks)} {task.spec.name}"
+    with open(folder / "metrics.jsonl", "a", encoding="utf-8") as log, tqdm(total=steps, initial=state["step"], desc=name) as bar:
+        while state["step"] < steps:
+            try:
+                line = train_step(model, tokenizer, task, teacher, reference, optimizer, config, state["stage"], state["step"])
+            except BadNumbers as e:
+                if not e.updates:                                          # else the weights are in the middle of a step
+                    save()
+                saved = "the newest checkpoint is from before it" if e.updates else "the state before it is saved"
+                raise RunError(f"{e.place}; {saved}") from None
+            state["step"] += 1
+            state["lines"] += 1
+            log.write(json.dumps(line) + "\n")
+            log.flush()
+            bar.set_postfix_str(", ".join(f"{key} {form.format(line[key])}" for key, form in shown if key in line))
+            bar.update()
+            if state["step"] % config.save_every == 0 or state["step"] == steps or stop(ask=True):
+                os.fsync(log.fileno())
+                save()
+            stop()
 
 
 def run_variant(config, folder, shared, loaded, label, say=print):
@@ -878,85 +961,53 @@ def run_variant(config, folder, shared, loaded, label, say=print):
     Raises:
         ConfigError, RunError: one line. SystemExit: after a signal, with everything saved.
     """
-    claim_folder(config, folder)
     matrix_file, log_file = folder / "matrix.json", folder / "metrics.jsonl"
     names, K = [t.name for t in config.tasks], len(config.tasks)
-    if matrix_file.exists() and len(rows := json.loads(matrix_file.read_text())["rows"]) == K + 1:
+    claim_folder(config, folder)
+    if matrix_file.exists() and len(rows := json.loads(matrix_file.read_text(encoding="utf-8"))["rows"]) == K + 1:
         say(f"{label}: finished before, in {folder}")
         return rows
     device = config.device if config.device != "auto" else "cuda" if torch.cuda.is_available() else "cpu"
     if device == "cuda" and not torch.cuda.is_available():
         raise ConfigError("device: 'cuda' isn't allowed here: PyTorch finds no CUDA device; auto takes the CPU")
     tokenizer = load_tokenizer(config)
-    key = repr((config.model, config.tasks, config.max_prompt_tokens, config.rollout.chat_template))
+    key = repr((config.model, config.tasks, config.max_prompt_tokens, config.rollout.chat_template, config.method == "sft"))
     loaded[key] = tasks = loaded.get(key) or load_tasks(config, tokenizer, say)
     model = load_model(config.model, config, device)
-    check_lengths(config, model)
-    found = newest_state(folder, say)
-    place, state = found or (None, {"stage": 1, "step": 0, "rows": [], "lines": 0})
-    if place is None and checkpoints(folder):
+    check_model(config, model, device)
+    begun = bool(checkpoints(folder))
+    place, state = newest_state(folder, say) or (None, {"stage": 1, "step": 0, "rows": [], "lines": 0})
+    if place is None and begun:
         raise RunError(f"{folder}: no checkpoint is whole; delete the folder to start again")
     if place is not None:
         say(f"{label}: continues from {place.name} (stage {state['stage']}, step {state['step']})")
-    lines = log_file.read_text().splitlines(keepends=True)[: state["lines"]] if log_file.exists() else []
+        load_checkpoint(place, model)
+    lines = log_file.read_text(encoding="utf-8").splitlines(keepends=True)[: state["lines"]] if log_file.exists() else []
     write_whole(log_file, "".join(lines))                                  # lines after the checkpoint are made again
     if not state["rows"]:
         state["rows"] = [base_row(model, tokenizer, tasks, config, shared)]
-    if place is not None:
-        load_checkpoint(place, model)
-    with stop_signals() as caught, open(log_file, "a", encoding="utf-8") as log:
+    with stop_signals() as caught:
+
+        def stop(ask=False):
+            """Whether a signal came (ask), or leave with its exit code if one did."""
+            if caught and not ask:
+                tqdm.write(f"stopped by {signal.Signals(caught[0]).name}; saved in {folder}; the same command continues", file=sys.stderr)
+                raise SystemExit(128 + caught[0])
+            return bool(caught)
+
         while state["stage"] <= K:
-            task = tasks[state["stage"] - 1]
-            optimizer, teacher, reference = stage_parts = begin_stage(model, config, device)
-            if place is not None and state["step"]:
-                load_checkpoint(place, model, *stage_parts)
-                if teacher is not None:
-                    teacher.updates = state["teacher_updates"]
+            stage, task = state["stage"], tasks[state["stage"] - 1]
+            train_stage(model, tokenizer, task, config, state, place, folder, label, stop)
             place = None
-            keep = lambda: save_checkpoint(folder, state, config.keep_checkpoints, model, *stage_parts)  # noqa: E731
-            train_stage(model, tokenizer, task, teacher, reference, optimizer, config, state, folder, log, keep, caught, label)
-            save_model(folder, f"stage-{state['stage']}-{task.spec.name}", model, tokenizer)
-            row, details = measure(model, tokenizer, tasks, config)
-            state |= {"stage": state["stage"] + 1, "step": 0, "rows": [*state["rows"], row]}
+            save_model(folder, f"stage-{stage}-{task.spec.name}", model, tokenizer)
+            row, details = measure(model, tokenizer, tasks, config, stop)
+            rows = [*state["rows"], row]
+            write_whole(folder / f"evaluation-{stage}.json", json.dumps(details, indent=1))
+            write_whole(matrix_file, json.dumps({"tasks": names, "rows": rows, "metrics": continual_metrics(rows)}, indent=1))
+            state = {"stage": stage + 1, "step": 0, "rows": rows, "lines": state["lines"]}
             save_checkpoint(folder, state, config.keep_checkpoints, model)
-            matrix = {"tasks": names, "rows": state["rows"], "metrics": continual_metrics(state["rows"])}
-            write_whole(folder / f"evaluation-{state['stage'] - 1}.json", json.dumps(details, indent=1))
-            write_whole(matrix_file, json.dumps(matrix, indent=1))
-            stop_if_asked(caught, folder)
+            stop()
     return state["rows"]
-
-
-def stop_if_asked(caught, folder):
-    """Leave with the signal's exit code, if one came."""
-    if caught:
-        tqdm.write(f"stopped by {signal.Signals(caught[0]).name}; saved in {folder}; the same command continues", file=sys.stderr)
-        raise SystemExit(128 + caught[0])
-
-
-def train_stage(model, tokenizer, task, teacher, reference, optimizer, config, state, folder, log, keep, caught, label):
-    """The steps of one stage that are still to do; `state` moves along, `keep` saves it.
-
-    Steps fresh from the start of a stage have no checkpoint yet: the stage before ended with one.
-    """
-    steps = task.spec.steps or config.stage_steps
-    shown = [("reward", "reward", "{:.2f}"), ("divergence", "kl", "{:.3f}"), ("length", "length", "{:.0f}"), ("loss", "loss", "{:.3f}")]
-    with tqdm(total=steps, initial=state["step"], desc=f"{label} {state['stage']}/{len(config.tasks)} {task.spec.name}") as bar:
-        while state["step"] < steps:
-            try:
-                line = train_step(model, tokenizer, task, teacher, reference, optimizer, config, state["stage"], state["step"])
-            except RunError as e:
-                keep()
-                raise RunError(f"{e}; the state before this step is saved") from None
-            state["step"] += 1
-            state["lines"] += 1
-            log.write(json.dumps(line) + "\n")
-            log.flush()
-            bar.set_postfix_str(", ".join(f"{name} {f.format(line[key])}" for key, name, f in shown if key in line))
-            bar.update()
-            if state["step"] % config.save_every == 0 or state["step"] == steps or caught:
-                os.fsync(log.fileno())
-                keep()
-            stop_if_asked(caught, folder)
 
 
 def run(config, say=print):

@@ -36,6 +36,7 @@ import threading
 import time
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Annotated, Literal
 
 import torch
 from tqdm import tqdm
@@ -49,23 +50,31 @@ from kernels import masked_mean
 # ------------------------------------------------------------------------------------------------
 
 
+# What a setting may be, beyond its type: a test, and the words for it. continual.py reads them.
+POSITIVE = (lambda x: 0 < x < math.inf, "above 0")
+NOT_NEGATIVE = (lambda x: 0 <= x < math.inf, "0 or more")
+AT_LEAST_1 = (lambda x: x >= 1, "at least 1")
+SHARE = (lambda x: 0 <= x <= 1, "between 0 and 1")
+PROPER_SHARE = (lambda x: 0 < x < 1, "above 0 and below 1")
+
+
 @dataclass
 class TaskSpec:
-    """Where a task's rows are and how to read them. Columns may be dotted: details.level.
+    """Where a task's rows are and how to read them. Columns may be dotted: details.level, prompt.0.content.
 
-    Rows as the official code prepares them (columns kind, prompt, answer, and perhaps system and
-    tests) are taken as they stand, whatever the templates here say.
+    Rows as the official code prepares them (columns idx, kind, dataset, prompt, answer, perhaps
+    system and tests) are taken as they stand, whatever the filter and the templates here say.
     """
 
     name: str                           # short, used in folders and tables
     path: str                           # a hub id, or a .json, .jsonl, .parquet or .csv file
-    verifier: str                       # math, mcq, mcq_boxed, tool, code, exact
+    verifier: Literal["math", "mcq", "mcq_boxed", "tool", "code", "exact"]
     subset: str | None = None           # the hub's configuration name
     split: str = "train"                # the hub's split
     revision: str | None = None         # a commit of the hub's repository, so that rows can't change
     test_path: str | None = None        # file or hub id of the test rows
     test_split: str | None = None       # or another split of a hub dataset; neither: `test_share` is held out
-    test_share: float = 0.1             # share of the rows held out as test, by a fixed shuffle
+    test_share: Annotated[float, PROPER_SHARE] = 0.1  # of the rows, after a fixed shuffle
     where: dict = field(default_factory=dict)  # column: a value, or a list of allowed values
     system: str | None = None           # template of the system message
     prompt: str = "{prompt}"            # template of the user message; {options}: the rendered options
@@ -75,10 +84,10 @@ class TaskSpec:
     answer_pattern: str | None = None   # regular expression; its first group is the answer
     tests: str = "tests"                # code: column of the tests, a list or its JSON
     reference: str | None = None        # template of a right response, which SFT learns from
-    train_limit: int | None = None      # use the first so many rows (after the fixed shuffle)
-    test_limit: int | None = None
-    steps: int | None = None            # this stage's steps, in place of stage_steps
-    lr: float | None = None             # this stage's learning rate, in place of lr
+    train_limit: Annotated[int | None, AT_LEAST_1] = None  # the first so many of the shuffled rows
+    test_limit: Annotated[int | None, AT_LEAST_1] = None   # ... and of the test rows
+    steps: Annotated[int | None, AT_LEAST_1] = None        # this stage's steps, in place of stage_steps
+    lr: Annotated[float | None, POSITIVE] = None           # this stage's learning rate, in place of lr
     paper_scoring: bool = False         # tool: the official, merged comparison
 
 
@@ -107,16 +116,20 @@ class _Template(string.Formatter):
     """str.format in one pass, where {a.b} is the column a.b: never an attribute, never code."""
 
     def get_field(self, name, args, kwargs):
-        return column(kwargs, name), name
+        value = column(kwargs, name)
+        if isinstance(value, (dict, list)):
+            raise ValueError(f"column {name!r} holds a {type(value).__name__}, not a text; go on into it with a dot")
+        return value, name
 
 
 def column(row, path):
-    """The value at a dotted path of a row. Raises ValueError naming the columns there are."""
+    """The value at a dotted path of a row, through dicts and lists. Raises ValueError with the columns there are."""
     value = row
     for key in path.split("."):
-        if not isinstance(value, dict) or key not in value:
-            raise ValueError(f"no column {path!r}; the row has {', '.join(row)}")
-        value = value[key]
+        try:
+            value = value[int(key) if isinstance(value, list) else key]
+        except (KeyError, IndexError, TypeError, ValueError):
+            raise ValueError(f"no column {path!r}; the row has {', '.join(map(str, row))}") from None
     return value
 
 
@@ -132,12 +145,12 @@ def read_rows(path, subset=None, split="train", revision=None):
     """
     suffix = Path(path).suffix.lower()
     if suffix in (".json", ".jsonl"):
-        text = Path(path).read_text(encoding="utf-8")
+        text = Path(path).read_text(encoding="utf-8-sig")
         if text.lstrip()[:1] == "[":
             return json.loads(text)
-        return [json.loads(line) for line in text.splitlines() if line.strip()]
+        return [json.loads(line) for line in text.split("\n") if line.strip()]   # splitlines() splits at U+2028 too
     if suffix == ".csv":
-        with open(path, newline="", encoding="utf-8") as f:
+        with open(path, newline="", encoding="utf-8-sig") as f:
             return list(csv.DictReader(f))
     import datasets  # slow to import, and not needed for the formats above
 
@@ -146,40 +159,53 @@ def read_rows(path, subset=None, split="train", revision=None):
     return datasets.load_dataset(path, subset, split=split, revision=revision).to_list()
 
 
+def _is_prepared(row):
+    """Whether a row has the form of the official code's own files."""
+    return {"idx", "kind", "dataset", "prompt", "answer"} <= row.keys() and isinstance(row["prompt"], str)
+
+
 def _matches(row, where):
     return all(column(row, c) in (v if isinstance(v, list) else [v]) for c, v in where.items())
+
+
+def _gold(row, spec):
+    """The gold answer as text, "" if there is none."""
+    answer = column(row, spec.answer)
+    answer = json.dumps(answer) if isinstance(answer, (list, dict)) else "" if answer is None else str(answer).strip()
+    if answer and spec.answer_pattern:
+        found = re.search(spec.answer_pattern, answer, re.DOTALL)
+        answer = found.group(1).strip() if found else ""
+    return answer
 
 
 def _example(row, spec, index):
     """One row -> Example, or the reason (str) why nobody could grade it. Raises ValueError."""
     fill, labels = _Template().format, None
-    if {"kind", "prompt", "answer"} <= row.keys() and isinstance(row["prompt"], str):   # prepared
+    if _is_prepared(row):
         spec = TaskSpec(spec.name, spec.path, spec.verifier, system="{system}" if row.get("system") else None,
-                        tests="tests", reference=spec.reference)
+                        reference=spec.reference)
     if spec.options:
         texts = column(row, spec.options)
-        labels = string.ascii_uppercase[: len(texts)]
+        labels = list(string.ascii_uppercase[: len(texts)])
         lines = [spec.option_line.format(label=a, text=t) for a, t in zip(labels, texts)]
         row = row | {"options": "\n".join(lines)}
     messages = [{"role": "system", "content": fill(spec.system, **row)}] if spec.system else []
     messages.append({"role": "user", "content": fill(spec.prompt, **row)})
-    answer, tests = None, []
+    answer, tests = "", []
     if spec.verifier == "code":
         tests = column(row, spec.tests)
         tests = json.loads(tests) if isinstance(tests, str) else tests
         if not tests:
             return "without tests"
-    else:
-        answer = column(row, spec.answer)
-        answer = json.dumps(answer) if isinstance(answer, (list, dict)) else "" if answer is None else str(answer).strip()
-        if answer and spec.answer_pattern:
-            found = re.search(spec.answer_pattern, answer, re.DOTALL)
-            answer = found.group(1).strip() if found else ""
-        if not answer:
-            return "without an answer"
+        if not all(isinstance(t, (str, dict)) for t in tests):
+            raise ValueError("a test must be a text or a mapping")
+    elif not (answer := _gold(row, spec)):
+        return "without an answer"
     if spec.verifier in ("mcq", "mcq_boxed"):
-        labels = labels or "".join(re.findall(r"^([A-Z])[:.)]\s", messages[-1]["content"], re.MULTILINE))
-        if labels and answer not in labels:
+        if labels is None:                                                    # read off the prompt, if it lists any
+            listed = re.findall(r"^([A-Z])[:.)]\s", messages[-1]["content"], re.MULTILINE)
+            labels = listed if len(listed) > 1 and "".join(listed) == string.ascii_uppercase[: len(listed)] else None
+        if labels is not None and answer not in labels:
             raise ValueError(f"the gold answer {answer!r} isn't one of the options {', '.join(labels)}")
     if spec.verifier == "tool" and gold_calls(answer) is None:
         return "with a gold call that isn't JSON"
@@ -187,23 +213,25 @@ def _example(row, spec, index):
     return Example(str(row.get("idx", row.get("id", index))), messages, answer, tests, reference)
 
 
-def _examples(rows, spec, where, dropped):
-    """All usable examples of `rows`, in order; counts the others in `dropped`."""
-    examples = []
+def _examples(rows, spec, dropped):
+    """All usable examples of `rows`, in order, no prompt twice; counts the others in `dropped`."""
+    examples = {}
     for index, row in enumerate(rows):
         try:
-            prepared = {"kind", "prompt", "answer"} <= row.keys()
-            if not prepared and not _matches(row, where):
-                dropped["filtered out"] = dropped.get("filtered out", 0) + 1
-                continue
-            example = _example(row, spec, index)
-        except (ValueError, KeyError, IndexError, TypeError) as e:
-            raise ValueError(f"task {spec.name}, row {index} of {spec.path}: {e}") from None
+            example = "filtered out" if not _is_prepared(row) and not _matches(row, spec.where) else _example(row, spec, index)
+        except (ValueError, KeyError, IndexError, TypeError, AttributeError, re.error) as e:
+            raise ValueError(f"task {spec.name}, row {index} of {spec.path}: {one_line(e)}") from None
+        if not isinstance(example, str) and examples.setdefault(json.dumps(example.messages), example) is not example:
+            example = "asked before"
         if isinstance(example, str):
             dropped[example] = dropped.get(example, 0) + 1
-        else:
-            examples.append(example)
-    return examples
+    return list(examples.values())
+
+
+def one_line(error):
+    """An exception's own words in one line; its class where they don't speak for themselves."""
+    text = " ".join(str(error).split())[:400]
+    return text if type(error) is ValueError and text else f"{type(error).__name__}: {text}"
 
 
 def load_task(spec):
@@ -212,8 +240,8 @@ def load_task(spec):
     Args:
         spec: TaskSpec, or a dict of its fields.
     Returns:
-        Task. Rows that nobody could grade are left out and counted; so are training rows whose
-        prompt is also a test prompt.
+        Task. Rows that nobody could grade are left out and counted; so are prompts that were asked
+        before, and training rows whose prompt is also a test prompt.
     Raises:
         ValueError: one line naming task and row: a missing column, a gold answer outside the
             options, an unreadable file, an empty task.
@@ -225,13 +253,13 @@ def load_task(spec):
         try:
             return read_rows(path, spec.subset, split, spec.revision)
         except Exception as e:  # the hub's and the parsers' errors have no common base
-            raise ValueError(f"task {spec.name}: can't read {path}: {type(e).__name__}: {str(e).splitlines()[0]}") from None
+            raise ValueError(f"task {spec.name}: can't read {path}: {one_line(e)}") from None
 
-    train = _examples(read(spec.path, spec.split), spec, spec.where, dropped)
+    train = _examples(read(spec.path, spec.split), spec, dropped)
     order = torch.randperm(len(train), generator=torch.Generator().manual_seed(42)).tolist()
     train = [train[i] for i in order]
     if spec.test_path or (spec.test_split and not is_file(spec.path)):
-        test = _examples(read(spec.test_path or spec.path, spec.test_split or spec.split), spec, spec.where, dropped)
+        test = _examples(read(spec.test_path or spec.path, spec.test_split or spec.split), spec, dropped)
     else:
         held = max(1, round(spec.test_share * len(train)))
         test, train = train[:held], train[held:]
@@ -268,16 +296,20 @@ class Verdict:
 def last_boxed(text):
     """Content of the last \\boxed{...} whose braces balance, or None.
 
+    One pass with a stack: a collapsed model's thousand open boxes take no longer than other text.
+
     >>> last_boxed(r"first \\boxed{12}, no: \\boxed{\\frac{3}{\\sqrt{2}}}")
     '\\\\frac{3}{\\\\sqrt{2}}'
     """
-    for start in reversed([m.end() for m in re.finditer(r"\\boxed\s*\{", text)]):
-        depth = 1
-        for i in range(start, len(text)):
-            depth += (text[i] == "{" and text[i - 1] != "\\") - (text[i] == "}" and text[i - 1] != "\\")
-            if depth == 0:
-                return text[start:i].strip()
-    return None
+    last, opened = None, []                                                   # where boxes began, None for other braces
+    for brace in re.finditer(r"\\boxed\s*\{|\\[{}]|[{}]", text):
+        if brace.group() in (r"\{", r"\}"):                                   # escaped: a character, no brace
+            continue
+        if brace.group() != "}":
+            opened.append(brace.end() if brace.group() != "{" else None)
+        elif opened and (start := opened.pop()) is not None and (last is None or start > last[0]):
+            last = start, brace.start()
+    return text[last[0] : last[1]].strip() if last else None
 
 
 def _latex(answer):
@@ -476,9 +508,11 @@ def verify(kind, response, example, paper_scoring=False):
     if kind not in VERIFIERS:
         raise ValueError(f"verifier {kind!r} must be one of {', '.join(VERIFIERS)}")
     visible = response.rpartition("</think>")[2].partition("<think>")[0]
-    if kind == "tool":
-        return verify_tool(visible, example, paper_scoring)
-    return VERIFIERS[kind](visible, example)
+    options = {"paper_scoring": True} if kind == "tool" and paper_scoring else {}
+    try:
+        return VERIFIERS[kind](visible, example, **options)
+    except RecursionError:                                                    # JSON nested a thousand deep is no answer
+        return Verdict(0.0, "", "", False)
 
 
 # ------------------------------------------------------------------------------------------------
@@ -713,17 +747,17 @@ def format_matrix(tasks, R):
 
 def load_runs(folder):
     """{variant: {"tasks", "rows", "steps"}} of a run folder, with or without variants, in order."""
-    folder = Path(folder)
-    if (folder / "comparison.json").exists():
-        places = {name: folder / name for name in json.loads((folder / "comparison.json").read_text())}
+    folder, read = Path(folder), lambda path: path.read_text(encoding="utf-8")
+    if not (folder / "matrix.json").exists() and (folder / "comparison.json").exists():
+        places = {name: folder / name for name in json.loads(read(folder / "comparison.json"))}
     else:
         places = {folder.name: folder}
     runs = {}
     for name, place in places.items():
         if not (place / "matrix.json").exists():
             raise ValueError(f"{place}: no matrix.json; is this the folder of a run?")
-        matrix, log = json.loads((place / "matrix.json").read_text()), place / "metrics.jsonl"
-        steps = [json.loads(line) for line in log.read_text().splitlines()] if log.exists() else []
+        matrix, log = json.loads(read(place / "matrix.json")), place / "metrics.jsonl"
+        steps = [json.loads(line) for line in read(log).splitlines()] if log.exists() else []
         runs[name] = {"tasks": matrix["tasks"], "rows": matrix["rows"], "steps": steps}
     return runs
 
@@ -757,13 +791,16 @@ def _figures(runs, folder):
     axes[0][0].set_ylabel("accuracy (one seed)")
     finish(figure, "accuracy.png")
 
-    figure, axes = plt.subplots(2, 1, figsize=(8, 4.6), sharex=True, layout="constrained")
-    for ax, key, label in zip(axes, ("reward", "divergence"), ("mean reward", "divergence (nats/token)")):
+    labels = {"reward": "mean reward", "divergence": "divergence\n(nats/token)", "loss": "loss"}
+    shown = [k for k in ("reward", "divergence") if any(k in s for run in runs.values() for s in run["steps"])] or ["loss"]
+    figure, axes = plt.subplots(len(shown), 1, figsize=(8, 0.8 + 2 * len(shown)), sharex=True, layout="constrained", squeeze=False)
+    axes = axes[:, 0]
+    for ax, key in zip(axes, shown):
         for name, run in runs.items():
             points = [(n, s[key]) for n, s in enumerate(run["steps"], 1) if s.get(key) is not None]
             if points:
                 ax.plot(*zip(*points), **line(name) | {"marker": None})
-        ax.set_ylabel(label)
+        ax.set_ylabel(labels[key])
     longest = max(runs.values(), key=lambda run: len(run["steps"]))["steps"]
     starts = [n for n, s in enumerate(longest) if n == 0 or s["stage"] != longest[n - 1]["stage"]]
     for ax in axes:
@@ -771,7 +808,7 @@ def _figures(runs, folder):
             ax.axvline(n + 0.5, color="0.8", zorder=0)
     for n in starts:
         axes[0].text(n + 1, 1.02, longest[n]["task"], transform=axes[0].get_xaxis_transform(), fontsize=9, color="0.3")
-    axes[1].set_xlabel("training step over the whole sequence")
+    axes[-1].set_xlabel("training step over the whole sequence")
     finish(figure, "steps.png")
 
     figure, ax = plt.subplots(figsize=(1.6 * len(tasks) + 2, 3.2), layout="constrained")
@@ -815,7 +852,7 @@ def report(folder):
     for name, run in runs.items():
         text += ["", f"## {name}", "", format_matrix(tasks, run["rows"])]
     path = folder / "report.md"
-    path.write_text("\n".join(text) + "\n")
+    path.write_text("\n".join(text) + "\n", encoding="utf-8")
     return path
 
 

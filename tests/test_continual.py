@@ -76,7 +76,7 @@ def assert_equal_runs(a, b):
     ("grpo.aggregation=mean", "grpo.aggregation: 'mean' isn't allowed; it must be one of token_mean, sequence_mean"),
     ("grpo.dual_clip=1", "grpo.dual_clip: 1.0 isn't allowed; it must be above 1, or null"),
     ("optim.compute_dtype=float16", "optim.compute_dtype: 'float16' isn't allowed"),
-    ("optim.updates_per_step=3", "optim.updates_per_step: 3 must divide prompts_per_step"),
+    ("optim.updates_per_step=3", "optim.updates_per_step: 3 isn't allowed; it must divide prompts_per_step, 16"),
     ("tasks.0.verifier=maths", "tasks.0.verifier: 'maths' isn't allowed; it must be one of math, mcq"),
     ("tasks.1.name=math", "tasks: the names ['math', 'math'"),
     ("tasks.0.name=../up", "name: '../up' isn't allowed"),
@@ -84,7 +84,16 @@ def assert_equal_runs(a, b):
     ("tasks.9.path=x", "override 'tasks.9.path=x': the file has no such place"),
     ("lr", "override 'lr': must be key=value"),
     ("sdpo.topk=many", "sdpo.topk: 'many' must be of type int"),
-    ("sdpo=1", "sdpo: 1 must be a mapping"),
+    ("sdpo={alpha: 1}", "sdpo: set its keys one by one, e.g. sdpo.teacher=..."),
+    ("tasks=1", "tasks: 1 must be a list"),
+    ("tasks=[1]", "tasks.0: 1 must be a mapping"),
+    ("lr=[", "lr: '[' isn't a value that YAML knows"),
+    ("optim.schedule=linear", "optim.schedule: 'linear' isn't allowed; it must be one of constant, cosine"),
+    ("sdpo.max_teacher_tokens=8", "sdpo.max_teacher_tokens: 8 isn't allowed; it must be at least max_prompt_tokens, 128"),
+    ("variants=[{name: a}, {name: a}]", "variants: the names ['a', 'a'] must differ"),
+    ("variants=[{name: a, set: {sdpo: {alpha: 1}}}]", "variant a: sdpo: set its keys one by one, e.g. sdpo.alpha"),
+    ("variants=[{name: a, set: {out_dir: x}}]", "variant a: out_dir: a variant can't set it"),
+    ("variants=[{name: a, set: {tasks.0.name: x}}]", "variant a: tasks: a variant can't change their names"),
     ("variants=[{name: a, set: {lrr: 1}}]", "variant a: lrr: no such key; did you mean lr?"),
     ("variants=[{name: a/b}]", "name: 'a/b' isn't allowed"),
 ])
@@ -123,8 +132,11 @@ def test_every_shipped_config_loads():
 @pytest.mark.parametrize("override, message", [
     ("model=no-such-folder/at/all", "model: there is no folder 'no-such-folder/at/all'"),
     ("sdpo.topk=100000", "sdpo.topk: 100000 isn't allowed; it must be at most the vocabulary"),
-    ("sdpo.max_teacher_tokens=100000", "sdpo.max_teacher_tokens: 100000 + max_new_tokens"),
-    ("max_prompt_tokens=2", "every train prompt is longer than max_prompt_tokens (2)"),
+    ("sdpo.max_teacher_tokens=100000", "sdpo.max_teacher_tokens: 100000 isn't allowed; with max_new_tokens 48 it must be at most 464"),
+    ("max_prompt_tokens=2", "task math: no training prompt is left: all are over max_prompt_tokens"),
+    ("sdpo.init_from=no/such/folder", "sdpo.init_from: there is no folder 'no/such/folder'"),
+    ("tasks.0.answer_pattern=(", "task math, row 0"),
+    ("rollout.chat_template={tokenize: true}", "task math: the chat template refuses a training prompt"),
     ("tasks.0.path=none.jsonl", "task math: can't read none.jsonl"),
 ])
 def test_what_files_and_model_cannot_do(tmp_path, override, message):
@@ -155,7 +167,14 @@ def test_long_prompts_are_dropped_and_counted(tmp_path):
     said = []
     cut = continual.load_tasks(config, tokenizer, said.append)[0]
     assert len(cut.train) == sum(n <= config.max_prompt_tokens for n in lengths) < len(whole.train)
-    assert f"{len(whole.train) - len(cut.train)} over max_prompt_tokens (train)" in said[0]
+    dropped = len(whole.train) - len(cut.train) + len(whole.test) - len(cut.test)
+    assert f"; {dropped} over max_prompt_tokens" in said[0]
+
+
+def test_references_are_never_cut(tmp_path):
+    """SFT on answers of more than max_new_tokens: left out, counted, and refused where none is left."""
+    with pytest.raises(ConfigError, match="no training prompt is left: all are with a reference over max_new_tokens"):
+        run(tiny(tmp_path, "method=sft", "max_new_tokens=4"))
 
 
 # ---- one step ----------------------------------------------------------------------------------
@@ -170,11 +189,13 @@ def test_every_pass_over_the_data_asks_every_prompt_once():
 
 
 def test_micro_batches_hold_every_row_within_the_budget():
-    lengths = [7, 3, 9, 1, 4, 4, 30]
-    groups = micro_batches(lengths, 12)
-    assert sorted(i for g in groups for i in g) == list(range(7))
-    assert all(len(g) * max(lengths[i] for i in g) <= 12 or len(g) == 1 for g in groups)
-    assert micro_batches([], 12) == []
+    lengths = [(6, 1), (1, 2), (2, 7), (1, 0), (1, 3), (3, 1), (20, 10), (7, 2)]
+    groups = micro_batches(lengths, 20)
+    assert sorted(i for g in groups for i in g) == list(range(8))
+    for g in groups:                                                     # padded: the longest prompt and the longest response
+        padded = len(g) * (max(lengths[i][0] for i in g) + max(lengths[i][1] for i in g))
+        assert padded <= 20 or len(g) == 1
+    assert max(map(len, groups)) > 1 and micro_batches([], 20) == []
 
 
 def gradient(config, budget, seed=0):
@@ -196,10 +217,15 @@ def gradient(config, budget, seed=0):
         batch, _ = continual.references(tokenizer, examples, config, "cpu")
     else:
         batch, _ = continual.collect(model, tokenizer, task, examples, config)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    seen = []
+
+    class Reader(torch.optim.SGD):
+        def step(self):
+            seen.append(torch.cat([p.grad.flatten() for p in model.parameters()]))
+
     config.optim.grad_clip = 1e9
-    log = continual.update(model, teacher, reference, optimizer, batch, config, tokenizer.pad_token_id)
-    return torch.cat([p.grad.flatten() for p in model.parameters()]), log
+    log = continual.update(model, teacher, reference, Reader(model.parameters()), batch, config, tokenizer.pad_token_id)
+    return seen[0], log
 
 
 @pytest.mark.parametrize("overrides", [
@@ -216,8 +242,9 @@ def test_grpo_04_micro_batch_size_changes_nothing(tmp_path, overrides):
 
 def test_sampled_log_probs_are_those_of_the_loss(tmp_path):
     """On the first update the policy is the one that sampled: every ratio is 1, nothing is clipped."""
-    _, log = gradient(tiny(tmp_path, "method=grpo", "rollout.temperature=0.7", "grpo.kl_coef=0.1"), 200)
-    assert log["clipped"] == 0.0 and log["ratio"] == pytest.approx(1.0, abs=1e-5)
+    for penalty in (0.0, 0.1):                                           # without it, groups of equal rewards aren't computed
+        _, log = gradient(tiny(tmp_path, "method=grpo", "rollout.temperature=0.7", f"grpo.kl_coef={penalty}"), 200)
+        assert log["clipped"] == 0.0 and log["ratio"] == pytest.approx(1.0, abs=1e-5)
 
 
 def test_updates_per_step_and_the_teachers_pace(tmp_path):
@@ -248,12 +275,14 @@ def uninterrupted(tmp_path_factory):
     return folder / "run"
 
 
-@pytest.mark.parametrize("moment", ["step 1", "step 5", "save 2", "save 4", "evaluation 1", "evaluation 3", "model 1"])
+@pytest.mark.parametrize("moment", [
+    "step 1", "step 5", "save 2", "save 4", "save 8", "evaluation 1", "evaluation 3", "evaluation 6", "model 1", "write 5", "write 6",
+    "write 11", "write 12"])
 def test_cont_01_cont_02_a_run_cut_anywhere_ends_the_same(tmp_path, monkeypatch, uninterrupted, moment):
-    """The process dies at the start of the n-th step, save, evaluation or model folder."""
+    """The process dies at the start of the n-th step, save, evaluation, model folder or small file."""
     kind, n = moment.split()
     place = {"step": (continual, "train_step"), "save": (continual.dcp, "save"), "evaluation": (continual, "accuracy"),
-             "model": (continual, "save_model")}[kind]
+             "model": (continual, "save_model"), "write": (continual, "write_whole")}[kind]
     original, calls = getattr(*place), []
 
     class Death(BaseException):
@@ -272,6 +301,31 @@ def test_cont_01_cont_02_a_run_cut_anywhere_ends_the_same(tmp_path, monkeypatch,
             run(tiny(tmp_path, *settings))
     run(tiny(tmp_path, *settings))
     assert_equal_runs(uninterrupted, tmp_path / "run")
+    assert json.loads((tmp_path / "run" / "evaluation-2.json").read_text())
+
+
+def test_a_save_before_the_first_update_changes_nothing(tmp_path, monkeypatch):
+    """Steps without a signal, saved or not, then a resume: PyTorch fills an empty optimizer when asked for its state."""
+    original, weights_of = continual.collect, {}
+
+    def silent_at_first(model, tokenizer, task, examples, config):
+        batch, numbers = original(model, tokenizer, task, examples, config)
+        if len(log(Path(config.out_dir))) in (0, 1, 3, 4):
+            batch.signal = [False] * len(batch.signal)
+        return batch, numbers
+
+    monkeypatch.setattr(continual, "collect", silent_at_first)
+    for name, every, cut in (("plain", 1000, None), ("saved", 1, None), ("cut", 1, 5)):
+        settings = ["method=grpo", "lr=1e-2", f"save_every={every}", f"out_dir={tmp_path / name}"]
+        if cut:
+            with monkeypatch.context() as patch:
+                patch.setattr(continual, "train_step", _fail_at(continual.train_step, cut))
+                with pytest.raises(KeyError):
+                    run(tiny(tmp_path, *settings))
+        run(tiny(tmp_path, *settings))
+        weights_of[name] = weights(tmp_path / name / "stage-2-science")
+    for name in ("saved", "cut"):
+        assert all(torch.equal(weights_of["plain"][k], weights_of[name][k]) for k in weights_of["plain"])
 
 
 def test_sigkill_in_stage_two_then_the_same_command(tmp_path, uninterrupted):
@@ -357,8 +411,14 @@ def test_finished_runs_end_at_once_and_other_configs_are_refused(tmp_path, monke
     rows = run(config)
     monkeypatch.setattr(continual, "load_model", None)                   # a finished run loads no model
     assert run(tiny(tmp_path, "method=sft", tasks=1)) == rows
-    with pytest.raises(ConfigError, match="belongs to another config: lr is .* there, 0.25 here"):
-        run(tiny(tmp_path, "method=sft", "lr=0.25", tasks=1))
+    with pytest.raises(ConfigError, match="belongs to another config: optim.chunk is 1024 there, 512 here"):
+        run(tiny(tmp_path, "method=sft", "optim.chunk=512", tasks=1))
+
+
+def test_a_mistake_found_before_the_run_claims_no_folder(tmp_path):
+    with pytest.raises(ConfigError, match="no folder"):
+        run(tiny(tmp_path, "method=sft", "model=./typo", tasks=1))
+    assert run(tiny(tmp_path, "method=sft", tasks=1))
 
 
 def test_a_run_folder_belongs_to_one_process(tmp_path):
@@ -384,12 +444,31 @@ def test_a_loss_that_is_not_finite_stops_the_run_before_the_update(tmp_path, mon
 
     with monkeypatch.context() as patch:
         patch.setattr(continual, "micro_loss", poisoned)
-        with pytest.raises(RunError, match=r"stage 2 \(science\), step 2: loss nan.*rows \[.*the state before this step is saved"):
+        with pytest.raises(RunError, match=r"stage 2 \(science\), step 2: loss nan.*rows \[.*the state before it is saved"):
             run(tiny(tmp_path, f"method={method}", "save_every=100"))
     place, state = continual.newest_state(tmp_path / "run")
     assert (state["stage"], state["step"]) == (2, 1)
     run(tiny(tmp_path, f"method={method}", "save_every=100"))             # healed: it goes on from there
     assert len(log(tmp_path / "run")) == 6
+
+
+def test_a_bad_second_update_of_a_step_is_not_saved_over(tmp_path, monkeypatch):
+    """Its first update has moved the weights already: the checkpoint from before the step stands."""
+    original, calls = continual.micro_loss, []
+
+    def poisoned(*args, **kwargs):
+        loss, numbers = original(*args, **kwargs)
+        calls.append(1)
+        return (loss * float("nan") if len(calls) == 4 else loss), numbers
+
+    settings = ["method=sft", "optim.updates_per_step=2", "save_every=1"]
+    with monkeypatch.context() as patch:
+        patch.setattr(continual, "micro_loss", poisoned)
+        with pytest.raises(RunError, match="step 2: .*the newest checkpoint is from before it"):
+            run(tiny(tmp_path, *settings))
+    run(tiny(tmp_path, *settings))
+    run(tiny(tmp_path, *settings, f"out_dir={tmp_path / 'whole'}"))
+    assert_equal_runs(tmp_path / "whole", tmp_path / "run")
 
 
 @pytest.mark.parametrize("method", ["grpo", "sdpo"])

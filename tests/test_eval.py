@@ -55,6 +55,13 @@ def test_math_answers_are_equal_as_mathematics(answer, box, reward):
     assert verify("math", rf"\boxed{{{box}}}", gold(answer)).reward == reward
 
 
+def test_a_collapsed_answer_of_open_boxes_is_read_in_one_pass():
+    """4,000 boxes that never close; looking on from each of them would take seconds."""
+    assert last_boxed(r"The answer is \boxed{1 " * 4000) is None
+    assert last_boxed(r"\boxed{" * 4000 + "7}") == "7"
+    assert last_boxed(r"\boxed{a \boxed{b} c}") == "b"
+
+
 def test_math_box_far_from_the_end_counts():
     assert verify("math", r"\boxed{7}" + " and so on" * 100, gold("7")).reward == 1.0
 
@@ -155,6 +162,13 @@ def test_tool_calls_are_compared_as_pairs(response, reward):
     assert verify("tool", response, gold(calls(("a.b", {"x": 1})))).reward == reward
 
 
+@pytest.mark.parametrize("depth", [600, 5000])
+@pytest.mark.parametrize("paper_scoring", [False, True])
+def test_json_nested_without_end_is_a_wrong_answer(depth, paper_scoring):
+    response = 'Action: a\nAction Input: {"x": ' + "[" * depth + "]" * depth + "}"
+    assert verify("tool", response, gold(calls(("a", {}))), paper_scoring).reward == 0.0
+
+
 def test_tool_feedback_tells_expected_from_got():
     feedback = verify("tool", 'Action: b\nAction Input: {}', gold(calls(("a", {"x": 1})))).feedback
     assert 'a {"x": 1}' in feedback and "b {}" in feedback
@@ -237,8 +251,44 @@ def test_json_array_under_any_name_and_prompts_of_the_test_rows(tmp_path):
     assert task.dropped == {"also in the test rows": 1}
 
 
+def test_a_row_that_only_looks_prepared_keeps_its_templates(tmp_path):
+    rows = [{"kind": "algebra", "prompt": f"q{i}", "answer": "1", "level": i} for i in range(6)]
+    task = load_task(dict(name="t", verifier="math", path=rows_file(tmp_path, rows), prompt="{prompt}!", where={"level": [0, 1]}))
+    assert sorted(e.messages[0]["content"] for e in task.train + task.test) == ["q0!", "q1!"]
+
+
+def test_columns_go_through_lists_and_templates_refuse_them(tmp_path):
+    rows = [{"prompt": [{"content": f"q{i}"}], "answer": "1"} for i in range(3)]
+    spec = dict(name="t", verifier="math", path=rows_file(tmp_path, rows))
+    task = load_task(spec | {"prompt": "{prompt.0.content}?"})
+    assert sorted(e.messages[0]["content"] for e in task.train + task.test) == ["q0?", "q1?", "q2?"]
+    with pytest.raises(ValueError, match="column 'prompt' holds a list"):
+        load_task(spec)
+
+
+def test_prompts_asked_twice_are_kept_once(tmp_path):
+    rows = [{"prompt": f"q{i % 10}", "answer": "1"} for i in range(100)]
+    task = load_task(dict(name="t", verifier="math", path=rows_file(tmp_path, rows)))
+    assert (len(task.train), len(task.test), task.dropped) == (9, 1, {"asked before": 90})
+
+
+def test_odd_line_ends_inside_texts_and_a_byte_order_mark(tmp_path):
+    path = tmp_path / "rows.jsonl"
+    path.write_text("\ufeff" + "\n".join(json.dumps({"prompt": f"a\u2028b{i}", "answer": "1"}, ensure_ascii=False) for i in range(3)), encoding="utf-8")
+    task = load_task(dict(name="t", verifier="math", path=str(path)))
+    assert {e.messages[0]["content"][:3] for e in task.train + task.test} == {"a\u2028b"}
+
+
+def test_an_answer_of_two_letters_is_no_option(tmp_path):
+    rows = [{"idx": 0, "kind": "mcq", "dataset": "d", "prompt": "?\n\nA: x\nB: y", "answer": "AB"}] * 2
+    with pytest.raises(ValueError, match="'AB' isn't one of the options A, B"):
+        load_task(dict(name="t", verifier="mcq", path=rows_file(tmp_path, rows)))
+    lines = [{"prompt": f"Q: which {i}? (A) x (B) y\nA: ", "answer": "B"} for i in range(2)]   # no list of options
+    assert len(load_task(dict(name="t", verifier="mcq", path=rows_file(tmp_path, lines))).train) == 1
+
+
 def test_prepared_rows_are_taken_as_they_stand(tmp_path):
-    rows = [{"idx": i, "kind": "mcq", "prompt": f"{i}?\n\nA: x\nB: y", "system": "Choose.", "answer": "B"} for i in range(4)]
+    rows = [{"idx": i, "kind": "mcq", "dataset": "d", "prompt": f"{i}?\n\nA: x\nB: y", "system": "Choose.", "answer": "B"} for i in range(4)]
     task = load_task(dict(name="t", verifier="mcq", path=rows_file(tmp_path, rows), prompt="{question}", where={"domain": "no"}))
     assert len(task.train) == 3 and task.train[0].messages[0] == {"role": "system", "content": "Choose."}
     rows[0]["answer"] = "C"
