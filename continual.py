@@ -224,7 +224,8 @@ def _build_dataclass(kind, value, key):
     for name in value:
         if name not in hints:
             near = difflib.get_close_matches(str(name), hints, n=1)
-            raise ConfigError(f"{dot}{name}: no such key; " + (f"did you mean {near[0]}?" if near else f"there are {', '.join(hints)}"))
+            hint = f"did you mean {near[0]}?" if near else f"there are {', '.join(hints)}"
+            raise ConfigError(f"{dot}{name}: no such key; {hint}")
     for f in dataclasses.fields(kind):
         if f.name not in value and f.default is f.default_factory is dataclasses.MISSING:
             raise ConfigError(f"{dot}{f.name}: missing, and it has no default")
@@ -240,12 +241,16 @@ def _check_whole(c):
         (len(set(variants)) == len(variants), f"variants: the names {variants} must differ"),
         (c.method == "sft" or c.group_size >= 2,
          f"group_size: {c.group_size} isn't allowed; {c.method} compares siblings, so it must be at least 2"),
-        (not (c.sdpo.sampled_token and c.sdpo.alpha != 1), f"sdpo.alpha: {c.sdpo.alpha} isn't allowed with sampled_token; it must be 1"),
-        (not (c.sdpo.teacher == "live" and c.sdpo.init_from), f"sdpo.init_from: {c.sdpo.init_from!r} isn't allowed for a live teacher; it must be null"),
+        (not (c.sdpo.sampled_token and c.sdpo.alpha != 1),
+         f"sdpo.alpha: {c.sdpo.alpha} isn't allowed with sampled_token; it must be 1"),
+        (not (c.sdpo.teacher == "live" and c.sdpo.init_from),
+         f"sdpo.init_from: {c.sdpo.init_from!r} isn't allowed for a live teacher; it must be null"),
         (not sdpo or c.sdpo.max_teacher_tokens >= c.max_prompt_tokens,
-         f"sdpo.max_teacher_tokens: {c.sdpo.max_teacher_tokens} isn't allowed; it must be at least max_prompt_tokens, {c.max_prompt_tokens}"),
+         f"sdpo.max_teacher_tokens: {c.sdpo.max_teacher_tokens} isn't allowed; "
+         f"it must be at least max_prompt_tokens, {c.max_prompt_tokens}"),
         (c.prompts_per_step % c.optim.updates_per_step == 0,
-         f"optim.updates_per_step: {c.optim.updates_per_step} isn't allowed; it must divide prompts_per_step, {c.prompts_per_step}"),
+         f"optim.updates_per_step: {c.optim.updates_per_step} isn't allowed; "
+         f"it must divide prompts_per_step, {c.prompts_per_step}"),
         (c.method != "sft" or all(t.reference for t in c.tasks), "tasks: method sft needs a reference template in every task"),
     ]
     for fine, message in rules:
@@ -260,7 +265,8 @@ def _check_whole(c):
             getattr(c.sdpo, key).format(**dict.fromkeys(fields, ""))
         except (KeyError, IndexError, ValueError, AttributeError):
             known = ", ".join("{%s}" % f for f in fields)
-            raise ConfigError(f"sdpo.{key}: {getattr(c.sdpo, key)!r} isn't allowed; its placeholders are {known}, other braces are doubled") from None
+            raise ConfigError(f"sdpo.{key}: {getattr(c.sdpo, key)!r} isn't allowed; "
+                              f"its placeholders are {known}, other braces are doubled") from None
 
 
 def _set(tree, dotted, value):
@@ -435,7 +441,8 @@ def check_model(config, model, device):
     new = max(config.max_new_tokens, config.eval.max_new_tokens or 0)
     room = getattr(text, "max_position_embeddings", math.inf)
     if prompt + new > room:
-        raise ConfigError(f"{key}: {prompt} isn't allowed; with max_new_tokens {new} it must be at most {room - new}, as the model has {room} positions")
+        raise ConfigError(f"{key}: {prompt} isn't allowed; with max_new_tokens {new} it must be at most {room - new}, "
+                          f"as the model has {room} positions")
 
 
 def step_seed(*parts):
@@ -534,7 +541,7 @@ def collect(model, tokenizer, task, examples, config):
         "length": out.mask.sum(-1).float().mean().item(),
         "truncated": out.truncated.float().mean().item(),
         "entropy": masked_mean(-out.logps, out.mask).item(),
-        "marks": sum(t.count("\\boxed") + t.count("<answer>") + t.count("Action:") + t.count("```") for t in out.texts) / len(out),
+        "marks": sum(t.count(m) for t in out.texts for m in ("\\boxed", "<answer>", "Action:", "```")) / len(out),
     }
     if config.method == "grpo":
         batch.advantages = advantages.to(model.device)
@@ -598,14 +605,16 @@ def micro_loss(model, teacher, reference, batch, rows, total, config, pad_id):
             old_logps=old[mask], is_clip=s.is_clip, teacher_mix=teacher.mix,
         )
         return loss, sdpo_loss(spread(divergence), spread(logps), old, mask, s.is_clip, total)[1]
-    logps = spread(fused_token_logps(states, head, tokens, temperature=temperature if config.method == "grpo" else 1.0, chunk=o.chunk)[0])
+    temperature = 1.0 if config.method == "sft" else temperature
+    logps = spread(fused_token_logps(states, head, tokens, temperature=temperature, chunk=o.chunk)[0])
     if config.method == "sft":
         return -(logps * mask).sum() / total, {}
     g, ref = config.grpo, None
     if g.kl_coef:
         with torch.no_grad():
             first = response_states(reference, prompts, responses, reach, pad_id)[mask]
-            ref = spread(fused_token_logps(first, reference.get_output_embeddings(), tokens, temperature=temperature, chunk=o.chunk)[0])
+            ref_head = reference.get_output_embeddings()
+            ref = spread(fused_token_logps(first, ref_head, tokens, temperature=temperature, chunk=o.chunk)[0])
     return grpo_loss(
         logps, batch.old_logps[rows, :T], batch.advantages[rows], mask, clip_low=g.clip_low, clip_high=g.clip_high,
         dual_clip=g.dual_clip, aggregation=g.aggregation, ref_logps=ref, kl_coef=g.kl_coef, total=total,
@@ -632,12 +641,14 @@ def update(model, teacher, reference, optimizer, batch, config, pad_id):
             continue
         total, computed = (len(x) if responses else int(batch.mask[list(x)].sum()) for x in (part, rows))
         seen = [max(len(batch.prompts[i]), len(batch.teacher_prompts[i]) if batch.teacher_prompts else 0) for i in rows]
-        reach = (batch.mask[rows] * torch.arange(1, batch.mask.shape[1] + 1, device=batch.mask.device)).amax(-1).tolist()
+        ends = torch.arange(1, batch.mask.shape[1] + 1, device=batch.mask.device)
+        reach = (batch.mask[rows] * ends).amax(-1).tolist()                # up to the last token that counts
         model.train()
         log = {"loss": 0.0}
         for group in micro_batches(list(zip(seen, reach)), config.optim.micro_batch_tokens):
             with autocast(model.device, config):
-                loss, numbers = micro_loss(model, teacher, reference, batch, [rows[i] for i in group], max(1, total), config, pad_id)
+                chosen = [rows[i] for i in group]
+                loss, numbers = micro_loss(model, teacher, reference, batch, chosen, max(1, total), config, pad_id)
             loss.backward()
             log["loss"] += loss.item()
             for key, value in numbers.items():                             # means over what was computed
@@ -930,10 +941,13 @@ def train_stage(model, tokenizer, task, config, state, place, folder, label, sto
     save = lambda: save_checkpoint(folder, state, config.keep_checkpoints, model, optimizer, teacher, reference)  # noqa: E731
     shown = [("reward", "{:.2f}"), ("divergence", "{:.3f}"), ("length", "{:.0f}"), ("loss", "{:.3f}")]
     name = f"{label} {state['stage']}/{len(config.tasks)} {task.spec.name}"
-    with open(folder / "metrics.jsonl", "a", encoding="utf-8") as log, tqdm(total=steps, initial=state["step"], desc=name) as bar:
+    bar = tqdm(total=steps, initial=state["step"], desc=name)
+    with bar, open(folder / "metrics.jsonl", "a", encoding="utf-8") as log:
         while state["step"] < steps:
             try:
-                line = train_step(model, tokenizer, task, teacher, reference, optimizer, config, state["stage"], state["step"])
+                line = train_step(
+                    model, tokenizer, task, teacher, reference, optimizer, config, state["stage"], state["step"]
+                )
             except BadNumbers as e:
                 if not e.updates:                                          # else the weights are in the middle of a step
                     save()
@@ -991,7 +1005,8 @@ def run_variant(config, folder, shared, loaded, label, say=print):
         def stop(ask=False):
             """Whether a signal came (ask), or leave with its exit code if one did."""
             if caught and not ask:
-                tqdm.write(f"stopped by {signal.Signals(caught[0]).name}; saved in {folder}; the same command continues", file=sys.stderr)
+                name = signal.Signals(caught[0]).name
+                tqdm.write(f"stopped by {name}; saved in {folder}; the same command continues", file=sys.stderr)
                 raise SystemExit(128 + caught[0])
             return bool(caught)
 
@@ -1028,7 +1043,8 @@ def run(config, say=print):
             folder.mkdir(parents=True, exist_ok=True)
             results[name] = run_variant(own, folder, out, loaded, name, say)
             if variant:
-                write_whole(out / "comparison.json", json.dumps({n: continual_metrics(r) for n, r in results.items()}, indent=1))
+                comparison = {n: continual_metrics(r) for n, r in results.items()}
+                write_whole(out / "comparison.json", json.dumps(comparison, indent=1))
         names = [t.name for t in config.tasks]
         for name, rows in results.items():
             m = continual_metrics(rows)
@@ -1041,9 +1057,11 @@ def run(config, say=print):
 
 def main(argv=None):
     """The command line. Returns the exit code: 0, 2 after one line on stderr, 130 or 143 after a signal."""
-    parser = argparse.ArgumentParser(prog="continual.py", description="Train a model on a sequence of tasks; run again to continue.")
+    parser = argparse.ArgumentParser(
+        prog="continual.py", description="Train a model on a sequence of tasks; the same command again continues."
+    )
     parser.add_argument("--config", required=True, help="a YAML file, e.g. configs/tiny.yaml")
-    parser.add_argument("overrides", nargs="*", metavar="key.sub=value", help="e.g. lr=1e-5 sdpo.teacher=ema tasks.0.path=rows.jsonl")
+    parser.add_argument("overrides", nargs="*", metavar="key.sub=value", help="e.g. lr=1e-5 sdpo.teacher=ema")
     options = parser.parse_args(argv)
     try:
         run(load_config(options.config, options.overrides))

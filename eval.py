@@ -22,6 +22,7 @@ defines what the tests call is run (there the longest); and there is a matrix at
 
 import atexit
 import csv
+import functools
 import inspect
 import json
 import math
@@ -482,8 +483,14 @@ def verify_code(response, example):
     program = extract_code(response, example.tests)
     if program is None:
         return Verdict(0.0, "Your answer had the wrong format: put the code in a ```python ... ``` block.", "", False)
-    passed, feedback = run_program(program, example.tests)
+    passed, feedback = _run_once(program, json.dumps(example.tests))
     return Verdict(float(passed == len(example.tests)), feedback, program, True)
+
+
+@functools.lru_cache(maxsize=4096)
+def _run_once(program, tests):
+    """A group's samples are often the same program to the letter; each is run once."""
+    return run_program(program, json.loads(tests))
 
 
 def verify_exact(response, example):
@@ -833,7 +840,8 @@ def report(folder):
     folder, runs = Path(folder), load_runs(folder)
     figures = {path.stem: path.name for path in _figures(runs, folder)}
     tasks = next(iter(runs.values()))["tasks"]
-    text = [f"# Report of {folder.name}", "", "Sampled accuracy on each task's test rows. One seed: a difference of a few points may be noise.", ""]
+    text = [f"# Report of {folder.name}", ""]
+    text += ["Sampled accuracy on each task's test rows. One seed: a difference of a few points may be noise.", ""]
     text += ["| variant | " + " | ".join(f"last: {t}" for t in tasks) + " | average | gain | forgetting | backward transfer |"]
     text += ["| --- |" + " ---: |" * (len(tasks) + 4)]
     for name, run in runs.items():

@@ -308,7 +308,9 @@ class _FusedTokenKL(torch.autograd.Function):
     """The weighted sum of divergences; forward makes the gradients too, backward only scales them."""
 
     @staticmethod
-    def forward(ctx, hidden, weight, bias, teacher_hidden, teacher_weight, teacher_bias, weights, tokens, old_logps, core, chunk, pad):
+    def forward(
+        ctx, hidden, weight, bias, teacher_hidden, teacher_weight, teacher_bias, weights, tokens, old_logps, core, chunk, pad
+    ):
         wants = ctx.needs_input_grad
         dH = torch.empty_like(hidden) if wants[0] else None
         dW = torch.zeros_like(weight, dtype=_upcast(weight[:0]).dtype) if wants[1] else None
@@ -525,7 +527,8 @@ def bench(N, V, H, alpha=0.5, chunk=128, device="cpu", dtype=torch.float32, roun
     for name in runs:
         peak = _peak_bytes(runs[name], device) / 1e6
         error = f"{errors[name]:.1e}" if name in errors else ""
-        print(f"{name:<18}{ms[name]:>8.0f}{peak:>10.1f}{ms[name] / ms[ours]:>9.2f}{ms[name] / ms['matrix products']:>9.2f}{error:>16}")
+        ratios = f"{ms[name] / ms[ours]:>9.2f}{ms[name] / ms['matrix products']:>9.2f}"
+        print(f"{name:<18}{ms[name]:>8.0f}{peak:>10.1f}{ratios}{error:>16}")
 
 
 def main(argv=None):

@@ -287,7 +287,12 @@ def main():
     logging.disable_progress_bar()
     base = Path(__file__).parent / "configs" / "tiny" / "base"
     model, tokenizer = AutoModelForCausalLM.from_pretrained(base), AutoTokenizer.from_pretrained(base)
-    example = json.loads((base.parent / "math-train.jsonl").read_text().splitlines()[0])
+    rows = map(json.loads, (base.parent / "math-train.jsonl").read_text().splitlines())
+    # A question whose answer stands nowhere but behind "=" and in the box, to put a wrong one there.
+    def fits(answer, prompt, reference):
+        return len(answer) == 2 and answer not in prompt and reference.count(answer) == 2
+
+    example = next(r for r in rows if fits(r["answer"], r["prompt"], r["reference"]))
     chat, right = [{"role": "user", "content": example["prompt"]}], example["reference"]
     wrong = right.replace(example["answer"], str(int(example["answer"]) + 10))
     seen = teacher_messages(chat, right)
@@ -304,9 +309,12 @@ def main():
     print("At each token of that answer: how likely student and teacher found it, and their divergence.\n")
     print(f"{'token':<14}{'student':>9}{'teacher':>9}{'D (nats)':>10}")
     for token, s, t, d in zip(response, *(z.softmax(-1) for z in logits), divergence.tolist()):
-        print(f"{tokenizer.decode([token])!r:<14}{s[token].item():>9.3f}{t[token].item():>9.3f}{d:>10.4f}  {'#' * round(40 * d)}")
-    print(f"\nloss: their mean, {divergence.mean().item():.4f}. Where both agree there is nothing to learn; the digits that")
-    print("the demonstration contradicts carry nearly all of it. GRPO would blame every token alike.")
+        word, bar = repr(tokenizer.decode([token])), "#" * round(40 * d)
+        print(f"{word:<14}{s[token].item():>9.3f}{t[token].item():>9.3f}{d:>10.4f}  {bar}")
+    share = divergence.topk(3).values.sum() / divergence.sum()
+    print(f"\nloss: their mean, {divergence.mean().item():.4f}; the three largest are {100 * share.item():.0f}% of it.")
+    print("Where the two agree there is nothing to learn. GRPO would give every token of this answer the same")
+    print("negative advantage.")
 
 
 def _indent(text):

@@ -420,3 +420,14 @@ def test_mmd_against_a_loop_and_its_limits():
                 - 2 * sum(k[i][j] for i in range(5) for j in range(5, 9)) / 20)
     assert mmd(x, y) == pytest.approx(expected, rel=1e-9)
     assert mmd(x, x) == 0.0 and 0 < mmd(x, x + 0.1) < mmd(x, y)
+
+
+def test_equal_programs_are_run_once(monkeypatch):
+    import eval as evaluation  # the module, to count its calls; elsewhere names are imported from it
+
+    runs = []
+    monkeypatch.setattr(evaluation, "run_program", lambda program, tests: (runs.append(program), (1, ""))[1])
+    example = gold(tests=["assert only_here(1) == 2"])
+    for body in ("return x + 1", "return x + 1", "return x + 2"):
+        evaluation.verify("code", f"```python\ndef only_here(x):\n    {body}\n```", example)
+    assert len(runs) == 2
