@@ -107,9 +107,9 @@ class GrpoConfig:
     scale_by_std: bool = False                                 # divide advantages by the group's std
     eps: Annotated[float, NOT_NEGATIVE] = 1e-6                 # added to it
     clip_low: Annotated[float, SHARE] = 0.2                    # the ratio's range is [1 - low, 1 + high]
-    clip_high: Annotated[float, NOT_NEGATIVE] = 0.28
+    clip_high: Annotated[float, NOT_NEGATIVE] = 0.28           # asymmetric: rare tokens may rise further
     dual_clip: Annotated[float | None, (lambda x: 1 < x < math.inf, "above 1, or null")] = 3.0  # where A < 0
-    aggregation: Literal["token_mean", "sequence_mean"] = "token_mean"
+    aggregation: Literal["token_mean", "sequence_mean"] = "token_mean"  # every token, or every response, counts alike
     kl_coef: Annotated[float, NOT_NEGATIVE] = 0.0              # weight of the k3 penalty to the stage's start
 
 
@@ -141,7 +141,7 @@ class SdpoConfig:
 class EvalConfig:
     samples: Annotated[int, AT_LEAST_1] = 1                    # answers to each test prompt
     temperature: Annotated[float, NOT_NEGATIVE] = 1.0          # 0: the most likely token
-    top_p: Annotated[float, (lambda x: 0 < x <= 1, "above 0 and at most 1")] = 1.0
+    top_p: Annotated[float, (lambda x: 0 < x <= 1, "above 0 and at most 1")] = 1.0  # 1: no cut
     top_k: Annotated[int, NOT_NEGATIVE] = 0                    # 0: no cut
     max_new_tokens: Annotated[int | None, AT_LEAST_1] = None   # null: as in training
     batch_size: Annotated[int, NOT_NEGATIVE] = 256             # answers sampled at once; 0: all
@@ -158,18 +158,18 @@ class Config:
     model: str                                                 # folder or hub id of the base
     out_dir: str                                               # the run's folder
     tasks: list[TaskSpec]                                      # the sequence; see eval.TaskSpec
-    method: Literal["grpo", "sdpo", "sft"] = "grpo"
+    method: Literal["grpo", "sdpo", "sft"] = "grpo"            # what turns responses into a gradient
     variants: list[Variant] = field(default_factory=list)      # run one after another from the same base
-    seed: Annotated[int, NOT_NEGATIVE] = 0
+    seed: Annotated[int, NOT_NEGATIVE] = 0                     # of all randomness
     stage_steps: Annotated[int, AT_LEAST_1] = 50               # training steps for each task
     prompts_per_step: Annotated[int, AT_LEAST_1] = 32          # P
     group_size: Annotated[int, AT_LEAST_1] = 8                 # G, responses to each prompt
     max_prompt_tokens: Annotated[int, AT_LEAST_1] = 2048       # longer prompts are dropped and counted, never cut
     max_new_tokens: Annotated[int, AT_LEAST_1] = 8192          # longest response
-    lr: Annotated[float, POSITIVE] = 1e-6
+    lr: Annotated[float, POSITIVE] = 1e-6                      # learning rate, the warm-up's and the schedule's top
     save_every: Annotated[int, AT_LEAST_1] = 10                # steps between checkpoints (and at a stage's end)
     keep_checkpoints: Annotated[int, AT_LEAST_1] = 2           # the newest so many stay
-    device: Literal["auto", "cpu", "cuda"] = "auto"
+    device: Literal["auto", "cpu", "cuda"] = "auto"            # auto: CUDA if there is one
     trust_remote_code: bool = False                            # run model code from the hub
     rollout: RolloutConfig = field(default_factory=RolloutConfig)
     optim: OptimConfig = field(default_factory=OptimConfig)
