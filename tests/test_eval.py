@@ -431,3 +431,15 @@ def test_equal_programs_are_run_once(monkeypatch):
     for body in ("return x + 1", "return x + 1", "return x + 2"):
         evaluation.verify("code", f"```python\ndef only_here(x):\n    {body}\n```", example)
     assert len(runs) == 2
+
+
+def test_parquet_and_csv_are_read_like_json(tmp_path):
+    import datasets
+
+    rows = [{"prompt": f"q{i}", "answer": str(i)} for i in range(10)]
+    datasets.Dataset.from_list(rows).to_parquet(tmp_path / "rows.parquet")
+    (tmp_path / "rows.csv").write_text("prompt,answer\n" + "".join(f"q{i},{i}\n" for i in range(10)))
+    expected = load_task(dict(name="t", verifier="math", path=rows_file(tmp_path, rows)))
+    for name in ("rows.parquet", "rows.csv"):
+        task = load_task(dict(name="t", verifier="math", path=str(tmp_path / name)))
+        assert (task.train, task.test) == (expected.train, expected.test)
