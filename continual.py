@@ -989,7 +989,7 @@ def run_variant(config, folder, shared, loaded, label, say=print):
     loaded[key] = tasks = loaded.get(key) or load_tasks(config, tokenizer, say)
     model = load_model(config.model, config, device)
     check_model(config, model, device)
-    begun = bool(checkpoints(folder))
+    begun = any(p.name != "unfinished" for p in (folder / "checkpoints").glob("*"))     # damaged ones too
     place, state = newest_state(folder, say) or (None, {"stage": 1, "step": 0, "rows": [], "lines": 0})
     if place is None and begun:
         raise RunError(f"{folder}: no checkpoint is whole; delete the folder to start again")
@@ -997,6 +997,8 @@ def run_variant(config, folder, shared, loaded, label, say=print):
         say(f"{label}: continues from {place.name} (stage {state['stage']}, step {state['step']})")
         load_checkpoint(place, model)
     lines = log_file.read_text(encoding="utf-8").splitlines(keepends=True)[: state["lines"]] if log_file.exists() else []
+    if len(lines) < state["lines"]:
+        raise RunError(f"{log_file}: has {len(lines)} lines where the checkpoint counts {state['lines']}; put it back, or start again")
     write_whole(log_file, "".join(lines))                                  # lines after the checkpoint are made again
     if not state["rows"]:
         state["rows"] = [base_row(model, tokenizer, tasks, config, shared)]

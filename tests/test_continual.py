@@ -402,7 +402,19 @@ def test_no_whole_checkpoint_is_never_a_silent_new_start(tmp_path, monkeypatch):
             run(tiny(tmp_path, "method=sft"))
     for place in continual.checkpoints(tmp_path / "run"):
         (place / "state.json").unlink()
-    with pytest.raises(RunError, match="no checkpoint is whole"):
+    for _ in range(2):                                                   # nor is it one the next time
+        with pytest.raises(RunError, match="no checkpoint is whole"):
+            run(tiny(tmp_path, "method=sft"))
+
+
+def test_a_log_shorter_than_the_checkpoint_counts_is_reported(tmp_path, monkeypatch):
+    with monkeypatch.context() as patch:
+        patch.setattr(continual, "train_step", _fail_at(continual.train_step, 4))
+        with pytest.raises(KeyError):
+            run(tiny(tmp_path, "method=sft"))
+    lines = (tmp_path / "run" / "metrics.jsonl").read_text().splitlines(keepends=True)
+    (tmp_path / "run" / "metrics.jsonl").write_text("".join(lines[:1]))
+    with pytest.raises(RunError, match="has 1 lines where the checkpoint counts 3"):
         run(tiny(tmp_path, "method=sft"))
 
 
