@@ -622,7 +622,8 @@ def micro_loss(model, teacher, reference, batch, rows, total, config, pad_id):
 
 
 class BadNumbers(FloatingPointError):
-    """A loss or gradient that isn't finite; `updates` of this step had been made before it."""
+    """A loss or gradient that isn't finite; `updates` of this step had been made before it, and
+    `place` says in words where in the run it was."""
 
 
 def update(model, teacher, reference, optimizer, batch, config, pad_id):
@@ -901,7 +902,7 @@ def learning_rate(config, spec, step):
 
 
 def train_step(model, tokenizer, task, teacher, reference, optimizer, config, stage, step):
-    """One step of a stage. Returns its line for the log. Raises RunError on a loss that isn't finite."""
+    """One step of a stage. Returns its line for the log. Raises BadNumbers, its `place` filled in."""
     start, seed = time.perf_counter(), (config.seed, stage, step)
     set_seed(step_seed(*seed))                                             # python, numpy and torch
     chosen = prompt_indices(len(task.train), config.prompts_per_step, step, f"{config.seed}/{stage}")
