@@ -86,7 +86,7 @@ class TaskSpec:
     tests: str = "tests"                # code: column of the tests, a list or its JSON
     reference: str | None = None        # template of a right response, which SFT learns from
     train_limit: Annotated[int | None, AT_LEAST_1] = None  # the first so many of the shuffled rows
-    test_limit: Annotated[int | None, AT_LEAST_1] = None   # ... and of the test rows
+    test_limit: Annotated[int | None, AT_LEAST_1] = None   # the first so many test rows
     steps: Annotated[int | None, AT_LEAST_1] = None        # this stage's steps, in place of stage_steps
     lr: Annotated[float | None, POSITIVE] = None           # this stage's learning rate, in place of lr
     paper_scoring: bool = False         # tool: the official, merged comparison
