@@ -27,6 +27,7 @@ import copy
 import dataclasses
 import difflib
 import fcntl
+import functools
 import hashlib
 import json
 import math
@@ -35,6 +36,7 @@ import random
 import re
 import shutil
 import signal
+import string
 import sys
 import time
 import types
@@ -48,16 +50,18 @@ from typing import Annotated, Literal
 import torch
 import torch.distributed.checkpoint as dcp
 import yaml
+from safetensors import SafetensorError
+from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.state_dict import (
     get_model_state_dict, get_optimizer_state_dict, set_model_state_dict, set_optimizer_state_dict,
 )
 from tqdm import tqdm
-from transformers import AutoModelForCausalLM, AutoTokenizer, set_seed
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, set_seed
 from transformers.utils import logging as transformers_logging
 
 from eval import (
-    AT_LEAST_1, NOT_NEGATIVE, POSITIVE, SHARE, TaskSpec, accuracy, continual_metrics, format_matrix, load_task, one_line,
-    report, verify,
+    AT_LEAST_1, NOT_NEGATIVE, POSITIVE, SHARE, TaskSpec, VerifierError, accuracy, continual_metrics, format_matrix,
+    load_task, one_line, report, verify,
 )
 from grpo import encode, group_advantages, grpo_loss, left_pad, rollout
 from kernels import fused_token_kl, fused_token_logps, masked_mean, predicting
@@ -78,6 +82,7 @@ class RunError(RuntimeError):
 
 
 BELOW_1 = (lambda x: 0 <= x < 1, "at least 0 and below 1")
+FINITE = (math.isfinite, "a finite number")
 
 
 @dataclass
@@ -125,7 +130,7 @@ class SdpoConfig:
     tail: bool = True                                          # the other tokens as one bucket, or left out
     sampled_token: bool = False                                # the sampled token alone (reverse KL; alpha 1)
     is_clip: Annotated[float | None, POSITIVE] = 2.0           # cap of the importance weight; null: no weight
-    threshold: float = 0.5                                     # reward that makes a demonstration
+    threshold: Annotated[float, FINITE] = 0.5                  # reward that makes a demonstration
     exclude_self: bool = True                                  # a response is no demonstration for itself
     use_feedback: bool = False                                 # insert the verifier's feedback
     feedback_with_demonstration: bool = False                  # ... beside a demonstration too
@@ -182,50 +187,89 @@ class _Raw(str):
     """The text of an override; what it means depends on the type of the field it lands in."""
 
 
+def read_yaml(text):
+    """YAML as plain data: no Python objects, no key given twice, no bomb.
+
+    Ten lines of aliases to aliases stand for a billion values; they are counted before any is made.
+
+    Raises:
+        ValueError, yaml.YAMLError: it isn't YAML, or not such as a config needs.
+    """
+    if len(text) > 1_000_000:
+        raise ValueError("it has more than 1,000,000 characters")
+    sizes = {}
+
+    def size(node):                                                        # with every alias written out
+        if id(node) not in sizes:
+            sizes[id(node)] = math.inf                                     # seen again before it is known: it holds itself
+            parts = node.value if isinstance(node, yaml.CollectionNode) else []
+            if isinstance(node, yaml.MappingNode):
+                keys = [k.value for k, _ in parts if isinstance(k, yaml.ScalarNode)]
+                if twice := next((k for i, k in enumerate(keys) if k in keys[:i]), None):
+                    raise ValueError(f"line {node.start_mark.line + 1}: the key {twice!r} is given twice")
+                parts = [part for pair in parts for part in pair]
+            sizes[id(node)] = 1 + sum(map(size, parts))
+        return sizes[id(node)]
+
+    try:
+        node = yaml.compose(text, yaml.SafeLoader)
+        if node is not None and size(node) > 100_000:
+            raise ValueError("its aliases stand for more than 100,000 values")
+        return yaml.safe_load(text)
+    except RecursionError:
+        raise ValueError("it is nested too deeply") from None
+
+
+def _shown(value):
+    """A value in a message: its repr, cut where it would be no line any more."""
+    text = repr(value)
+    return text if len(text) <= 200 else text[:200] + "..."
+
+
 def _build(hint, value, key):
     """`value` as the type `hint`, dataclasses built field by field. Raises ConfigError naming `key`."""
     if typing.get_origin(hint) is Annotated:
         hint, (test, words) = hint.__args__[0], hint.__metadata__[0]
         value = _build(hint, value, key)
         if value is not None and not test(value):
-            raise ConfigError(f"{key}: {value!r} isn't allowed; it must be {words}")
+            raise ConfigError(f"{key}: {_shown(value)} isn't allowed; it must be {words}")
         return value
     if isinstance(hint, types.UnionType):                                  # X | None
         return None if value in (None, "null") else _build(hint.__args__[0], value, key)
     if isinstance(value, _Raw):
         try:
-            value = str(value) if hint is str or typing.get_origin(hint) is Literal else yaml.safe_load(value)
-        except yaml.YAMLError:
-            raise ConfigError(f"{key}: {str(value)!r} isn't a value that YAML knows") from None
+            value = str(value) if hint is str or typing.get_origin(hint) is Literal else read_yaml(value)
+        except (yaml.YAMLError, ValueError):
+            raise ConfigError(f"{key}: {_shown(str(value))} isn't a value that YAML knows") from None
         if dataclasses.is_dataclass(hint):
             raise ConfigError(f"{key}: set its keys one by one, e.g. {key}.{dataclasses.fields(hint)[0].name}=...")
     if typing.get_origin(hint) is Literal:
         if value not in hint.__args__:
-            raise ConfigError(f"{key}: {value!r} isn't allowed; it must be one of {', '.join(hint.__args__)}")
+            raise ConfigError(f"{key}: {_shown(value)} isn't allowed; it must be one of {', '.join(hint.__args__)}")
         return value
     if dataclasses.is_dataclass(hint):
         return _build_dataclass(hint, value, key)
     if typing.get_origin(hint) is list:
         if not isinstance(value, list):
-            raise ConfigError(f"{key}: {value!r} must be a list")
+            raise ConfigError(f"{key}: {_shown(value)} must be a list")
         return [_build(hint.__args__[0], v, f"{key}.{i}") for i, v in enumerate(value)]
     if hint is float and not isinstance(value, bool):
-        with contextlib.suppress(TypeError, ValueError):                   # YAML reads 1e-5 as a text
+        with contextlib.suppress(TypeError, ValueError, OverflowError):    # YAML reads 1e-5 as a text
             value = float(value)
     if not isinstance(value, hint) or (hint is int and isinstance(value, bool)):
-        raise ConfigError(f"{key}: {value!r} must be of type {hint.__name__}")
+        raise ConfigError(f"{key}: {_shown(value)} must be of type {hint.__name__}")
     return value
 
 
 def _build_dataclass(kind, value, key):
     hints, dot = typing.get_type_hints(kind, include_extras=True), f"{key}." if key else ""
     if not isinstance(value, dict):
-        raise ConfigError(f"{key or 'the file'}: {value!r} must be a mapping of settings")
+        raise ConfigError(f"{key or 'the file'}: {_shown(value)} must be a mapping of settings")
     for name in value:
         if name not in hints:
             near = difflib.get_close_matches(str(name), hints, n=1)
             hint = f"did you mean {near[0]}?" if near else f"there are {', '.join(hints)}"
-            raise ConfigError(f"{dot}{name}: no such key; {hint}")
+            raise ConfigError(f"{dot}{str(name)[:200]}: no such key; {hint}")
     for f in dataclasses.fields(kind):
         if f.name not in value and f.default is f.default_factory is dataclasses.MISSING:
             raise ConfigError(f"{dot}{f.name}: missing, and it has no default")
@@ -236,6 +280,8 @@ def _check_whole(c):
     """What one value means for another. Raises ConfigError naming the key to change."""
     tasks, variants, sdpo = [t.name for t in c.tasks], [v.name for v in c.variants], c.method == "sdpo"
     rules = [
+        (c.model.strip(), f"model: {c.model!r} isn't allowed; it must be a model's folder or hub id"),
+        (c.out_dir.strip(), f"out_dir: {c.out_dir!r} isn't allowed; it must be a folder's path"),
         (tasks, "tasks: at least one is needed"),
         (len(set(tasks)) == len(tasks), f"tasks: the names {tasks} must differ"),
         (len(set(variants)) == len(variants), f"variants: the names {variants} must differ"),
@@ -256,17 +302,48 @@ def _check_whole(c):
     for fine, message in rules:
         if not fine:
             raise ConfigError(message)
-    for name in tasks + variants:
-        if not name or name.startswith(".") or set(name) & set("/\\\0"):
-            raise ConfigError(f"name: {name!r} isn't allowed; names become folders, so no slash and no leading dot")
-    for key, fields in (("template", ("prompt", "solution", "feedback")), ("solution_template", ("demonstration",)),
-                        ("feedback_template", ("feedback",))):
+    for key, names in (("tasks", tasks), ("variants", variants)):
+        for i, name in enumerate(names):
+            if not re.fullmatch(r"\w[\w .,+=()%@-]*", name) or len(name.encode()) > 100 or Path(name).suffix in FILES:
+                raise ConfigError(f"{key}.{i}.name: {_shown(name)} isn't allowed; names become folders: 100 letters, digits, "
+                                  "spaces or .,+=()%@_- at most, the first a letter or digit, the end no file's")
+    _check_templates(c)
+
+
+FILES = (".json", ".jsonl", ".yaml", ".md", ".png", ".tmp")                # what a run writes beside its variants' folders
+
+
+def _placeholders(template):
+    """The names in a template's braces, with what else stands there: "{a} {b.c:>3}" has a and b.c:>3. Raises ValueError."""
+    parts = string.Formatter().parse(template)
+    return {name + (f"!{how}" if how else "") + (f":{form}" if form else "") for _, name, form, how in parts if name is not None}
+
+
+def _check_templates(c):
+    """Placeholders that a template may hold, those that it needs, and patterns that are none. Raises ConfigError."""
+    rows = [("sdpo.template", c.sdpo.template, {"prompt", "solution"} | ({"feedback"} if c.sdpo.use_feedback else set()), {"feedback"}),
+            ("sdpo.solution_template", c.sdpo.solution_template, {"demonstration"}, set()),
+            ("sdpo.feedback_template", c.sdpo.feedback_template, {"feedback"}, set())]
+    for i, task in enumerate(c.tasks):
+        rows += [(f"tasks.{i}.option_line", task.option_line, {"label", "text"}, set())]
+        rows += [(f"tasks.{i}.{key}", getattr(task, key) or "", set(), None) for key in ("prompt", "system", "reference")]
         try:
-            getattr(c.sdpo, key).format(**dict.fromkeys(fields, ""))
-        except (KeyError, IndexError, ValueError, AttributeError):
-            known = ", ".join("{%s}" % f for f in fields)
-            raise ConfigError(f"sdpo.{key}: {getattr(c.sdpo, key)!r} isn't allowed; "
-                              f"its placeholders are {known}, other braces are doubled") from None
+            right = task.answer_pattern is None or re.compile(task.answer_pattern).groups > 0
+        except (re.error, OverflowError, RecursionError):
+            right = False
+        if not right:
+            raise ConfigError(f"tasks.{i}.answer_pattern: {_shown(task.answer_pattern)} isn't allowed; "
+                              "it must be a regular expression with a group")
+    for key, text, needed, further in rows:                                # further None: any column
+        try:
+            right = needed <= (found := _placeholders(text)) and (further is None or found <= needed | further)
+        except ValueError:
+            right = False
+        if not right:
+            known = ", ".join("{%s}" % name for name in sorted(needed | (further or set())))
+            raise ConfigError(f"{key}: {_shown(text)} isn't allowed; "
+                              + (f"its placeholders are {known}" if known else "a column's name stands in braces")
+                              + ", other braces are doubled")
 
 
 def _set(tree, dotted, value):
@@ -318,7 +395,7 @@ def load_config(path, overrides=()):
         Config. Raises ConfigError: one line naming file, key, value and what is allowed.
     """
     try:
-        tree = yaml.safe_load(Path(path).read_text(encoding="utf-8"))
+        tree = read_yaml(Path(path).read_text(encoding="utf-8"))
         for text in overrides:
             key, equals, value = text.partition("=")
             if not equals:
@@ -328,10 +405,10 @@ def load_config(path, overrides=()):
             except (AttributeError, IndexError, TypeError, ValueError):
                 raise ConfigError(f"override {text!r}: the file has no such place") from None
         return make_config(tree, Path(path).parent)
-    except (OSError, UnicodeDecodeError, yaml.YAMLError) as e:
-        raise ConfigError(f"{path}: can't read it: {one_line(e)}") from None
     except ConfigError as e:
         raise ConfigError(f"{path}: {e}") from None
+    except (OSError, ValueError, yaml.YAMLError) as e:
+        raise ConfigError(f"{path}: can't read it: {one_line(e)}") from None
 
 
 def variant_config(config, variant):
@@ -363,7 +440,7 @@ def _pretrained(kind, name, config, key="model", **options):
     """kind.from_pretrained(name), its errors in one line. Raises ConfigError naming `key`."""
     # A name that can't be a hub id must be a folder: the hub isn't asked for it.
     if (name.startswith((".", "/", "~")) or name.count("/") > 1) and not Path(name).is_dir():
-        raise ConfigError(f"{key}: there is no folder {name!r}")
+        raise ConfigError(f"{key}: there is no folder {name!r}; it must be a model's folder or a hub id")
     try:
         return kind.from_pretrained(name, trust_remote_code=config.trust_remote_code, **options)
     except Exception as e:  # a missing file, a refused repository, a bad config: no common base
@@ -426,18 +503,29 @@ def load_tasks(config, tokenizer, say=print):
     return tasks
 
 
-def check_model(config, model, device):
-    """topk must fit the vocabulary, the longest sequence the model, init_from the student. Raises ConfigError."""
-    text, sdpo = model.config.get_text_config(), config.sdpo
-    key, prompt = "max_prompt_tokens", config.max_prompt_tokens
+def check_model(config, tokenizer):
+    """topk and the tokenizer must fit the vocabulary, the longest sequence the model, init_from the student.
+
+    All of it stands in the models' own configurations: no weights are read. Raises ConfigError.
+    """
+    whole, sdpo = _pretrained(AutoConfig, config.model, config), config.sdpo
+    text, key, prompt = whole.get_text_config(), "max_prompt_tokens", config.max_prompt_tokens
+    if len(tokenizer) > text.vocab_size:
+        raise ConfigError(f"model: {config.model!r} isn't allowed; its tokenizer has {len(tokenizer)} tokens, "
+                          f"which must be at most the vocabulary of the model, {text.vocab_size}")
     if config.method == "sdpo":
         key, prompt = "sdpo.max_teacher_tokens", sdpo.max_teacher_tokens
         if sdpo.topk is not None and sdpo.topk > text.vocab_size:
             raise ConfigError(f"sdpo.topk: {sdpo.topk} isn't allowed; it must be at most the vocabulary, {text.vocab_size}")
         if sdpo.init_from:
-            other = load_model(sdpo.init_from, config, device, "sdpo.init_from")
-            if [p.shape for p in other.parameters()] != [p.shape for p in model.parameters()]:
-                raise ConfigError(f"sdpo.init_from: {sdpo.init_from!r} has other shapes than the model {config.model!r}")
+            other, shapes = _pretrained(AutoConfig, sdpo.init_from, config, "sdpo.init_from"), []
+            for made_from in (whole, other):
+                with torch.device("meta"):                                 # shapes without memory
+                    made = AutoModelForCausalLM.from_config(made_from, trust_remote_code=config.trust_remote_code)
+                shapes.append([p.shape for p in made.parameters()])
+            if shapes[0] != shapes[1]:
+                raise ConfigError(f"sdpo.init_from: {sdpo.init_from!r} isn't allowed; "
+                                  f"its matrices must have the shapes of those of the model, {config.model!r}")
     new = max(config.max_new_tokens, config.eval.max_new_tokens or 0)
     room = getattr(text, "max_position_embeddings", math.inf)
     if prompt + new > room:
@@ -540,6 +628,7 @@ def collect(model, tokenizer, task, examples, config):
         "well_formed": sum(v.well_formed for v in verdicts) / len(verdicts),
         "length": out.mask.sum(-1).float().mean().item(),
         "truncated": out.truncated.float().mean().item(),
+        "empty": sum(not t.strip() for t in out.texts) / len(out),
         "entropy": masked_mean(-out.logps, out.mask).item(),
         "marks": sum(t.count(m) for t in out.texts for m in ("\\boxed", "<answer>", "Action:", "```")) / len(out),
     }
@@ -625,6 +714,8 @@ class BadNumbers(FloatingPointError):
     """A loss or gradient that isn't finite; `updates` of this step had been made before it, and
     `place` says in words where in the run it was."""
 
+    updates, place = 0, ""
+
 
 def update(model, teacher, reference, optimizer, batch, config, pad_id):
     """Gradients of a batch over micro-batches, then the optimizer, then the teacher; several times
@@ -679,6 +770,36 @@ def autocast(device, config):
 # ------------------------------------------------------------------------------------------------
 
 
+def writes(function):
+    """Make what the disk refuses in function(place, ...) one line. Raises RunError.
+
+    A full disk, a quota, a folder that became read-only: all is written beside its place first, so
+    the newest checkpoint stays whole.
+    """
+
+    @functools.wraps(function)
+    def guarded(place, *args, **kwargs):
+        try:
+            return function(place, *args, **kwargs)
+        except (OSError, SafetensorError, CheckpointException) as e:
+            e = next(iter(e.failures.values()))[0] if isinstance(e, CheckpointException) else e
+            while e.__context__ is not None:                               # the first, not what followed from it
+                e = e.__context__
+            where = getattr(place, "name", place) if not isinstance(place, Path) else place
+            raise RunError(f"{where}: can't write: {getattr(e, 'strerror', None) or one_line(e)}; what was saved before is "
+                           "whole: mend that, and the same command continues") from None
+
+    return guarded
+
+
+@writes
+def append_line(file, text):
+    """Add a line to an open log."""
+    file.write(text + "\n")
+    file.flush()
+
+
+@writes
 def write_whole(path, text):
     """Write a file beside its place, flush it to the disk, then rename: never half a file."""
     path, temporary = Path(path), Path(f"{path}.tmp")
@@ -712,7 +833,7 @@ def stop_signals():
 
     def note(number, frame):
         if caught:                                                         # asked twice: at once
-            raise KeyboardInterrupt
+            raise KeyboardInterrupt(number)
         caught.append(number)
 
     with contextlib.suppress(ValueError):                                  # not in the main thread: no handlers
@@ -736,6 +857,11 @@ def _checksums(folder):
     return sums
 
 
+def _seal(state):
+    """The checksum of the state itself: one flipped bit may make step 3 of step 2, and JSON would not mind."""
+    return zlib.crc32(json.dumps(state).encode())
+
+
 def _tensors(model, optimizer, teacher, reference):
     """Everything of a stage with weights in it, as the tree that PyTorch's distributed checkpoint saves."""
     tree = {"model": get_model_state_dict(model)}
@@ -756,6 +882,7 @@ def _flush(folder):
         os.close(descriptor)
 
 
+@writes
 def save_checkpoint(folder, state, keep, model, optimizer=None, teacher=None, reference=None):
     """Write a checkpoint beside its place, with checksums, then rename it; all but `keep` old ones go.
 
@@ -770,7 +897,8 @@ def save_checkpoint(folder, state, keep, model, optimizer=None, teacher=None, re
     optimizer = optimizer if optimizer is not None and optimizer.state else None
     dcp.save(_tensors(model, optimizer, teacher, reference), checkpoint_id=temporary, no_dist=True)
     extra = {"stepped": optimizer is not None, "teacher_updates": teacher.updates if teacher else 0}
-    write_whole(temporary / "state.json", json.dumps(state | extra | {"checksums": _checksums(temporary)}))
+    state = state | extra | {"checksums": _checksums(temporary)}
+    write_whole(temporary / "state.json", json.dumps(state | {"seal": _seal(state)}))
     _flush(temporary)
     os.replace(temporary, place)
     _flush(place.parent)
@@ -792,10 +920,10 @@ def newest_state(folder, say=print):
     for place in checkpoints(folder):
         try:
             state = json.loads((place / "state.json").read_text(encoding="utf-8"))
-            if state["checksums"] == _checksums(place):
+            if state.pop("seal") == _seal(state) and state["checksums"] == _checksums(place):
                 return place, state
             raise ValueError("a file differs from what was written")
-        except (OSError, ValueError, KeyError) as e:
+        except (OSError, ValueError, KeyError, AttributeError) as e:
             say(f"checkpoint {place} is damaged ({one_line(e)}); looking for the one before it")
             os.replace(place, place.with_name(f"damaged-{place.name}-{time.time_ns()}"))
     return None
@@ -825,7 +953,10 @@ def claim_folder(config, folder):
     file, own = folder / "config.yaml", dataclasses.asdict(config)
     begun = any((folder / name).exists() for name in ("checkpoints", "metrics.jsonl", "base.json"))
     if begun and file.exists():
-        noted, mine = _flat(yaml.safe_load(file.read_text(encoding="utf-8"))), _flat(own)
+        try:
+            noted, mine = _flat(read_yaml(file.read_text(encoding="utf-8"))), _flat(own)
+        except (ValueError, yaml.YAMLError) as e:
+            raise ConfigError(f"out_dir: {file} can't be read ({one_line(e)}); put it back, or choose another out_dir") from None
         for key in sorted(noted.keys() | mine.keys()):
             free = key.partition(".")[0] in ("device", "save_every", "keep_checkpoints", "out_dir", "variants")
             if not free and noted.get(key) != mine.get(key):
@@ -844,29 +975,34 @@ def measure(model, tokenizer, tasks, config, stop=lambda: None):
     row, details = [], {}
     options = dataclasses.asdict(config.eval) | {"max_new_tokens": config.eval.max_new_tokens or config.max_new_tokens}
     for task in tasks:
-        with autocast(model.device, config):
-            found = accuracy(
-                model, tokenizer, task, seed=step_seed(config.seed, "evaluate", task.spec.name),
-                template=config.rollout.chat_template, progress=True, **options,
-            )
+        try:
+            with autocast(model.device, config):
+                found = accuracy(
+                    model, tokenizer, task, seed=step_seed(config.seed, "evaluate", task.spec.name),
+                    template=config.rollout.chat_template, progress=True, **options,
+                )
+        except FloatingPointError as e:
+            raise RunError(f"evaluation of task {task.spec.name}: {e}; the newest checkpoint is from before it") from None
         stop()
         row.append(found["accuracy"])
         details[task.spec.name] = {k: v for k, v in found.items() if k not in ("rewards", "responses")}
     return row, details
 
 
-def base_row(model, tokenizer, tasks, config, folder):
+def base_row(model, tokenizer, tasks, config, folder, stop=lambda: None):
     """The base's row, measured once for all variants that ask it the same questions."""
     file, tree = Path(folder) / "base.json", dataclasses.asdict(config)
     asked = {k: tree[k] for k in ("model", "tasks", "eval", "seed", "max_new_tokens", "max_prompt_tokens", "rollout")}
     asked = json.loads(json.dumps(asked | {"compute_dtype": config.optim.compute_dtype}, default=str))
-    if file.exists() and (noted := json.loads(file.read_text(encoding="utf-8")))["asked"] == asked:
-        return noted["row"]
-    row, details = measure(model, tokenizer, tasks, config)
+    with contextlib.suppress(OSError, ValueError, KeyError, TypeError):    # none, or damaged: measured again
+        if (noted := json.loads(file.read_text(encoding="utf-8")))["asked"] == asked:
+            return noted["row"]
+    row, details = measure(model, tokenizer, tasks, config, stop)
     write_whole(file, json.dumps({"asked": asked, "row": row, "details": details}))
     return row
 
 
+@writes
 def save_model(folder, name, model, tokenizer):
     """An ordinary model folder that from_pretrained opens, whole or not at all."""
     temporary = folder / f".{name}.tmp"
@@ -911,18 +1047,38 @@ def train_step(model, tokenizer, task, teacher, reference, optimizer, config, st
     for group in optimizer.param_groups:
         group["lr"] = lr
     pad_id = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else tokenizer.eos_token_id
-    if config.method == "sft":
-        batch, log = references(tokenizer, examples, config, model.device)
-    else:
-        with autocast(model.device, config):
-            batch, log = collect(model, tokenizer, task, examples, config)
     try:
+        if config.method == "sft":
+            batch, log = references(tokenizer, examples, config, model.device)
+        else:
+            with autocast(model.device, config):
+                batch, log = collect(model, tokenizer, task, examples, config)
         log |= update(model, teacher, reference, optimizer, batch, config, pad_id)
-    except BadNumbers as e:
-        e.place = f"stage {stage} ({task.spec.name}), step {step + 1}: {e}; rows {[x.id for x in examples]}"
-        raise
+    except FloatingPointError as e:                                        # of the rollout, or BadNumbers of the update
+        bad = e if isinstance(e, BadNumbers) else BadNumbers(str(e))
+        bad.place = f"stage {stage} ({task.spec.name}), step {step + 1}: {e}; rows {[x.id for x in examples]}"
+        raise bad from None
     place = {"stage": stage, "task": task.spec.name, "step": step + 1}
     return place | log | {"lr": lr, "seconds": round(time.perf_counter() - start, 3)}
+
+
+# What in a step's line deserves a look, in words. It is said once a stage; the log counts every time.
+REMARKS = {
+    "no response was right (reward)": lambda line: line.get("reward") == 0,
+    "nothing to learn from, so no update: no group has both right and wrong responses, or no sample a demonstration (updates)":
+        lambda line: line["updates"] == 0,
+    "a response without any text (empty)": lambda line: line.get("empty", 0) > 0,
+    "every response ran into max_new_tokens (truncated)": lambda line: line.get("truncated") == 1,
+}
+
+
+def remark(line, said):
+    """Warn of what is remarkable in a step's line and hasn't been said in this stage; `said` notes it."""
+    for words, remarkable in REMARKS.items():
+        if remarkable(line) and words not in said:
+            said.append(words)
+            tqdm.write(f"warning: stage {line['stage']} ({line['task']}), step {line['step']}: {words}; "
+                       "said once a stage, metrics.jsonl has every step", file=sys.stderr)
 
 
 def train_stage(model, tokenizer, task, config, state, place, folder, label, stop):
@@ -956,8 +1112,8 @@ def train_stage(model, tokenizer, task, config, state, place, folder, label, sto
                 raise RunError(f"{e.place}; {saved}") from None
             state["step"] += 1
             state["lines"] += 1
-            log.write(json.dumps(line) + "\n")
-            log.flush()
+            append_line(log, json.dumps(line))
+            remark(line, state.setdefault("said", []))
             bar.set_postfix_str(", ".join(f"{key} {form.format(line[key])}" for key, form in shown if key in line))
             bar.update()
             if state["step"] % config.save_every == 0 or state["step"] == steps or stop(ask=True):
@@ -979,20 +1135,21 @@ def run_variant(config, folder, shared, loaded, label, say=print):
     matrix_file, log_file = folder / "matrix.json", folder / "metrics.jsonl"
     names, K = [t.name for t in config.tasks], len(config.tasks)
     claim_folder(config, folder)
-    if matrix_file.exists() and len(rows := json.loads(matrix_file.read_text(encoding="utf-8"))["rows"]) == K + 1:
-        say(f"{label}: finished before, in {folder}")
-        return rows
+    with contextlib.suppress(OSError, ValueError, KeyError, TypeError):    # none, or damaged: written again below
+        if len(rows := json.loads(matrix_file.read_text(encoding="utf-8"))["rows"]) == K + 1:
+            say(f"{label}: finished before, in {folder}")
+            return rows
     device = config.device if config.device != "auto" else "cuda" if torch.cuda.is_available() else "cpu"
     if device == "cuda" and not torch.cuda.is_available():
         raise ConfigError("device: 'cuda' isn't allowed here: PyTorch finds no CUDA device; auto takes the CPU")
     tokenizer = load_tokenizer(config)
     key = repr((config.model, config.tasks, config.max_prompt_tokens, config.rollout.chat_template, config.method == "sft"))
     loaded[key] = tasks = loaded.get(key) or load_tasks(config, tokenizer, say)
+    check_model(config, tokenizer)
     model = load_model(config.model, config, device)
-    check_model(config, model, device)
-    begun = any(p.name != "unfinished" for p in (folder / "checkpoints").glob("*"))     # damaged ones too
+    begun = [p for p in (*folder.glob("checkpoints/*"), *folder.glob("evaluation-*.json")) if p.name != "unfinished"]
     place, state = newest_state(folder, say) or (None, {"stage": 1, "step": 0, "rows": [], "lines": 0})
-    if place is None and begun:
+    if place is None and begun:                                            # damaged ones, or the work of those that are gone
         raise RunError(f"{folder}: no checkpoint is whole; delete the folder to start again")
     if place is not None:
         say(f"{label}: continues from {place.name} (stage {state['stage']}, step {state['step']})")
@@ -1000,9 +1157,13 @@ def run_variant(config, folder, shared, loaded, label, say=print):
     lines = log_file.read_text(encoding="utf-8").splitlines(keepends=True)[: state["lines"]] if log_file.exists() else []
     if len(lines) < state["lines"]:
         raise RunError(f"{log_file}: has {len(lines)} lines where the checkpoint counts {state['lines']}; put it back, or start again")
+    if place is None and log_file.exists():
+        say(f"{label}: starts again: it was stopped before its first checkpoint")
     write_whole(log_file, "".join(lines))                                  # lines after the checkpoint are made again
-    if not state["rows"]:
-        state["rows"] = [base_row(model, tokenizer, tasks, config, shared)]
+
+    def write_matrix(rows):
+        write_whole(matrix_file, json.dumps({"tasks": names, "rows": rows, "metrics": continual_metrics(rows)}, indent=1))
+
     with stop_signals() as caught:
 
         def stop(ask=False):
@@ -1013,6 +1174,10 @@ def run_variant(config, folder, shared, loaded, label, say=print):
                 raise SystemExit(128 + caught[0])
             return bool(caught)
 
+        if not state["rows"]:
+            state["rows"] = [base_row(model, tokenizer, tasks, config, shared, stop)]
+        if state["stage"] > 1:
+            write_matrix(state["rows"])                                    # it may be gone, or damaged
         while state["stage"] <= K:
             stage, task = state["stage"], tasks[state["stage"] - 1]
             train_stage(model, tokenizer, task, config, state, place, folder, label, stop)
@@ -1021,7 +1186,7 @@ def run_variant(config, folder, shared, loaded, label, say=print):
             row, details = measure(model, tokenizer, tasks, config, stop)
             rows = [*state["rows"], row]
             write_whole(folder / f"evaluation-{stage}.json", json.dumps(details, indent=1))
-            write_whole(matrix_file, json.dumps({"tasks": names, "rows": rows, "metrics": continual_metrics(rows)}, indent=1))
+            write_matrix(rows)
             state = {"stage": stage + 1, "step": 0, "rows": rows, "lines": state["lines"]}
             save_checkpoint(folder, state, config.keep_checkpoints, model)
             stop()
@@ -1043,8 +1208,8 @@ def run(config, say=print):
         for variant in config.variants or [None]:
             own, name = (variant_config(config, variant), variant.name) if variant else (config, out.name)
             folder = Path(own.out_dir)
-            folder.mkdir(parents=True, exist_ok=True)
-            results[name] = run_variant(own, folder, out, loaded, name, say)
+            with folder_lock(folder) if variant else contextlib.nullcontext():   # it could be another run's out_dir
+                results[name] = run_variant(own, folder, out, loaded, name, say)
             if variant:
                 comparison = {n: continual_metrics(r) for n, r in results.items()}
                 write_whole(out / "comparison.json", json.dumps(comparison, indent=1))
@@ -1054,7 +1219,7 @@ def run(config, say=print):
             say(f"\n{name}\n{format_matrix(names, rows)}")
             say("last " + ", ".join(f"{n} {x:.3f}" for n, x in zip(names, m["last"]))
                 + f" | average {m['average']:.3f} | gain {m['gain']:+.3f} | forgetting {m['forgetting']:+.3f}")
-        say(f"\nreport: {report(out)}")
+        say(f"\nreport: {writes(report)(out)}")
     return results
 
 
@@ -1066,14 +1231,26 @@ def main(argv=None):
     parser.add_argument("--config", required=True, help="a YAML file, e.g. configs/tiny.yaml")
     parser.add_argument("overrides", nargs="*", metavar="key.sub=value", help="e.g. lr=1e-5 sdpo.teacher=ema")
     options = parser.parse_args(argv)
+
+    def leave(number, frame):                                              # outside of training there is nothing to save
+        raise KeyboardInterrupt(number)
+
+    former = signal.signal(signal.SIGTERM, leave)
     try:
-        run(load_config(options.config, options.overrides))
-    except (ConfigError, RunError) as e:
-        print(f"error: {e}", file=sys.stderr)
+        config = load_config(options.config, options.overrides)
+        try:
+            run(config)
+        except ConfigError as e:                                           # of a file, a model or a folder that it names
+            raise ConfigError(f"{options.config}: {e}") from None
+    except (ConfigError, RunError, VerifierError) as e:
+        print("error:", " ".join(str(e).split()), file=sys.stderr)
         return 2
-    except KeyboardInterrupt:
-        print("interrupted; the same command continues from the newest checkpoint", file=sys.stderr)
-        return 130
+    except KeyboardInterrupt as e:
+        number = e.args[0] if e.args else signal.SIGINT
+        print(f"stopped by {signal.Signals(number).name}; the same command continues from the newest checkpoint", file=sys.stderr)
+        return 128 + number
+    finally:
+        signal.signal(signal.SIGTERM, former or signal.SIG_DFL)
     return 0
 
 

@@ -21,6 +21,7 @@ group's statistics and its advantage is 0.
 """
 
 import contextlib
+import functools
 from dataclasses import dataclass
 
 import torch
@@ -33,8 +34,16 @@ from kernels import masked_mean, token_logps
 # ------------------------------------------------------------------------------------------------
 
 
+@functools.lru_cache(maxsize=8)
+def control_tokens(tokenizer):
+    """The texts that a tokenizer reads as its own signs, such as <|im_end|>."""
+    return [t.content for t in getattr(tokenizer, "added_tokens_decoder", {}).values() if t.special and len(t.content) > 1]
+
+
 def encode(tokenizer, messages, **template):
     """Token ids of a chat, ending where the assistant's answer begins.
+
+    Only the template ends a turn: where a row or a response spells such a sign, a space is put in.
 
     Args:
         messages: [{"role": ..., "content": ...}, ...]. template: extra arguments of the tokenizer's
@@ -42,6 +51,9 @@ def encode(tokenizer, messages, **template):
     Returns:
         list of ids.
     """
+    for sign in control_tokens(tokenizer):
+        if any(sign in m["content"] for m in messages):
+            messages = [m | {"content": m["content"].replace(sign, f"{sign[0]} {sign[1:]}")} for m in messages]
     return tokenizer.apply_chat_template(
         messages, add_generation_prompt=True, tokenize=True, return_dict=False, **template
     )
@@ -114,7 +126,8 @@ def sample(logits, temperature, top_p=1.0, top_k=0):
         probabilities, order = kept.softmax(-1).sort(descending=True)
         outside = probabilities.cumsum(-1) - probabilities >= top_p        # the mass above it suffices
         kept = kept.masked_fill(torch.zeros_like(outside).scatter(-1, order, outside), -torch.inf)
-    tokens = torch.multinomial(kept.softmax(-1), 1).squeeze(-1)
+    # Not finite: any token, as its log-prob tells. On CUDA an error here would end the process.
+    tokens = torch.multinomial(kept.softmax(-1).nan_to_num(1.0), 1).squeeze(-1)
     return tokens, token_logps(logits, tokens)
 
 
@@ -176,6 +189,7 @@ def rollout(
         Rollouts, N = P * group_size.
     Raises:
         ValueError: no prompts, a group or response of no length, a temperature below 0.
+        FloatingPointError: the model's logits aren't finite.
     """
     if not prompts or group_size < 1 or max_new_tokens < 1 or temperature < 0:
         raise ValueError(
@@ -196,6 +210,8 @@ def rollout(
             for i in range(0, len(ids), at_once)
         ]
     response, logps, lengths = (torch.cat(x) for x in zip(*parts))
+    if not logps.isfinite().all():                                         # 0 in the padding
+        raise FloatingPointError("the model's logits aren't finite while it samples")
     T = int(lengths.max())
     response, logps = response[:, :T], logps[:, :T]
     mask = torch.arange(T, device=lengths.device) < lengths[:, None]       # (N, T)

@@ -301,6 +301,7 @@ def test_threads_and_fork():
 
 def echo_server():
     import json, sys, time
+    print("{}", flush=True)
     for line in sys.stdin:
         request = json.loads(line)
         if request.get("die"):
