@@ -5,11 +5,14 @@
 """
 
 import argparse
+import contextlib
 import dataclasses
 import json
+import math
 import mmap
 import os
 import random
+import resource
 import shutil
 import signal
 import struct
@@ -32,9 +35,11 @@ import torch  # noqa: E402
 
 torch.set_num_threads(1)
 
+from safetensors.torch import load_file  # noqa: E402
 from tqdm import tqdm  # noqa: E402
 
 import continual  # noqa: E402
+import grpo  # noqa: E402
 from eval import Verdict  # noqa: E402
 
 # ---- a run of a second or two ------------------------------------------------------------------
@@ -80,7 +85,6 @@ METHODS = {"sdpo": {"method": "sdpo"}, "grpo": {"method": "grpo", "grpo": {"kl_c
 
 def contents(folder):
     """Everything of a finished run that a kill must not change; the clock and checksums of it are left out."""
-    from safetensors.torch import load_file
     from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
     read = lambda path: json.loads(path.read_text())  # noqa: E731
@@ -179,7 +183,7 @@ def start(config, watch, errors, do=None):
 
         traceback.print_exc()
     finally:
-        sys.stderr.flush()
+        sys.stdout.flush(), sys.stderr.flush()
         os._exit(code)
 
 
@@ -483,6 +487,262 @@ def test_a_lost_matrix_is_written_again_and_a_lost_base_row_measured_again(tmp_p
             (folder / name).write_text(text)
     resume(small(base, folder, **SETTINGS))
     assert not differences(contents(folder), uninterrupted)
+
+
+# ---- tests: disk and neighbours ----------------------------------------------------------------
+
+
+@contextlib.contextmanager
+def file_limit(size):
+    """No file grows beyond `size` bytes: what a quota does, without a full disk for everybody else."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size, hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+
+
+@pytest.mark.parametrize("name, n, size", [
+    ("save_checkpoint", 2, 3000), ("save_checkpoint", 5, 60), ("save_model", 2, 3000), ("write_whole", 9, 10), ("append_line", 4, 10)])
+def test_a_quota_stops_the_run_with_one_line_and_the_last_checkpoint_is_whole(tmp_path, base, light, uninterrupted, name, n, size):
+    """The n-th call of a function may write no more than `size` bytes to a file."""
+    config, function, calls = small(base, tmp_path / "run", **SETTINGS), getattr(continual, name), []
+
+    def limited(*args, **kwargs):
+        calls.append(1)
+        with file_limit(size) if len(calls) == n else contextlib.nullcontext():
+            return function(*args, **kwargs)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(continual, name, limited)
+        with pytest.raises(continual.RunError, match="can't write: .*File too large.*; what was saved before is whole") as error:
+            continual.run(config, say=lambda text: None)
+    assert len(calls) == n and str(tmp_path / "run") in str(error.value) and "\n" not in str(error.value)
+    said = resume(config)
+    assert not any("damaged" in text for text in said)
+    assert not differences(contents(tmp_path / "run"), uninterrupted)
+
+
+@pytest.fixture
+def mount(tmp_path):
+    """A function that gives a disk of so many kilobytes, or makes it larger."""
+    place = tmp_path / "disk"
+    place.mkdir()
+
+    def resize(kilobytes):
+        how = "remount," if os.path.ismount(place) else ""
+        command = ["mount", "-t", "tmpfs", "-o", f"{how}size={kilobytes}k", "tmpfs", str(place)]
+        if subprocess.run(command, capture_output=True).returncode:
+            pytest.skip("only root may mount a small disk; the test with a quota runs everywhere")
+        return place
+
+    yield resize
+    subprocess.run(["umount", str(place)], capture_output=True)
+
+
+@pytest.mark.parametrize("kilobytes", [120, 260, 420])
+def test_a_full_disk_stops_the_run_with_one_line_and_the_last_checkpoint_is_whole(base, light, mount, uninterrupted, kilobytes):
+    config, errors = small(base, mount(kilobytes) / "run", **SETTINGS), []
+    for _ in range(2):                                                     # nor does a second try harm anything
+        with pytest.raises(continual.RunError, match="can't write: No space left on device; what was saved before is whole") as error:
+            continual.run(config, say=errors.append)
+        assert "\n" not in str(error.value)
+    assert not any("damaged" in text for text in errors)
+    mount(50_000)
+    resume(config)
+    assert not differences(contents(Path(config.out_dir)), uninterrupted)
+
+
+def test_main_says_it_in_one_line(tmp_path, base, light, capsys):
+    config = small(base, tmp_path / "run", **SETTINGS)
+    (tmp_path / "config.yaml").write_text(yaml.safe_dump(dataclasses.asdict(config)))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(continual.dcp, "save", lambda *args, **kwargs: os.write(os.open("/dev/full", os.O_WRONLY), b"x"))
+        assert continual.main(["--config", str(tmp_path / "config.yaml")]) == 2
+    told = [line for line in capsys.readouterr().err.splitlines() if line.startswith("error: ")]
+    assert len(told) == 1 and "can't write: No space left on device" in told[0]
+
+
+@pytest.mark.skipif(torch.cuda.is_initialized(), reason="a process that holds a GPU can't be forked")
+def test_a_read_only_folder_is_reported_before_anything_is_loaded(base):
+    """Root may write anywhere, so the run is made by somebody else."""
+    with tempfile.TemporaryDirectory() as place:
+        os.chmod(place, 0o555)
+        config, errors = small(base, Path(place) / "run", **SETTINGS), tempfile.NamedTemporaryFile("r")
+        os.chmod(errors.name, 0o666)
+
+        def attempt():
+            if os.getuid() == 0:
+                os.setuid(65534)
+            continual._pretrained = continual.load_tasks = None            # whoever calls it fails
+            try:
+                continual.run(config)
+            except continual.ConfigError as e:
+                print(e)
+                return 3
+
+        _, status = os.waitpid(start(config, Watch(), errors.name, attempt), 0)
+        assert os.WEXITSTATUS(status) == 3 and errors.read() == f"out_dir: can't write to {place}/run: Permission denied\n"
+
+
+def test_a_variants_folder_is_no_other_runs_out_dir_meanwhile(tmp_path, base, light):
+    config = small(base, tmp_path / "run", variants=[{"name": "a"}], **SETTINGS)
+    with continual.folder_lock(tmp_path / "run" / "a"):
+        with pytest.raises(continual.ConfigError, match="run/a is in use by another process"):
+            continual.run(config, say=lambda text: None)
+    with continual.folder_lock(tmp_path / "run"):
+        with pytest.raises(continual.ConfigError, match="run is in use by another process"):
+            continual.run(config, say=lambda text: None)
+
+
+@pytest.mark.skipif(torch.cuda.is_initialized(), reason="a process that holds a GPU can't be forked")
+def test_a_second_process_is_refused_and_a_dead_ones_lock_taken_over(tmp_path, base, light, uninterrupted):
+    config, errors, watch = small(base, tmp_path / "run", **SETTINGS), tmp_path / "log", Watch()
+    pid = start(config, watch, errors)
+    while watch.phase() != "step":
+        assert os.waitpid(pid, os.WNOHANG) == (0, 0), errors.read_text()
+        time.sleep(0.0005)
+    os.kill(pid, signal.SIGSTOP)
+    with pytest.raises(continual.ConfigError, match="is in use by another process"):
+        continual.run(config, say=lambda text: None)
+    os.kill(pid, signal.SIGKILL)
+    os.waitpid(pid, 0)
+    assert (tmp_path / "run" / ".lock").exists()
+    resume(config)
+    assert not differences(contents(tmp_path / "run"), uninterrupted)
+
+
+# ---- tests: numbers gone wrong -----------------------------------------------------------------
+
+
+def poison(patch, step, harm):
+    """Have the n-th step of the run compute something that isn't finite."""
+    count, micro_loss, train_step = [0], continual.micro_loss, continual.train_step
+
+    def counted(*args):
+        count[0] += 1
+        return train_step(*args)
+
+    def poisoned(model, *args):
+        loss, numbers = micro_loss(model, *args)
+        if count[0] != step:
+            return loss, numbers
+        if harm == "gradient":                                             # the loss itself is as it was
+            loss.register_hook(lambda gradient: gradient * math.inf)
+            return loss, numbers
+        return loss * {"nan": math.nan, "inf": math.inf, "-inf": -math.inf}[harm], numbers
+
+    def broken(logits, *args, **kwargs):
+        return sample(logits * math.nan if count[0] == step else logits, *args, **kwargs)
+
+    patch.setattr(continual, "train_step", counted)
+    if harm == "logits":
+        sample = grpo.sample
+        patch.setattr(grpo, "sample", broken)
+    else:
+        patch.setattr(continual, "micro_loss", poisoned)
+
+
+@pytest.mark.parametrize("step, harm", [
+    (1, "nan"), (2, "inf"), (6, "gradient"), (7, "nan"), (8, "logits"), (12, "-inf"), (13, "gradient"), (1, "logits"), (18, "nan")])
+def test_numbers_that_are_not_finite_stop_the_run_before_they_do_harm(tmp_path, base, light, uninterrupted, step, harm):
+    """Step, stage and rows are named, the state before is saved; healed, the run ends as if nothing had been."""
+    config = small(base, tmp_path / "run", **SETTINGS)
+    stage, place = (step - 1) // 6 + 1, (step - 1) % 6 + 1
+    task = continual.load_task(config.tasks[stage - 1])
+    with pytest.MonkeyPatch.context() as patch:
+        poison(patch, step, harm)
+        with pytest.raises(continual.RunError) as error:
+            continual.run(config, say=lambda text: None)
+    rows = [task.train[i].id for i in continual.prompt_indices(len(task.train), 3, place - 1, f"0/{stage}")]
+    words = {"nan": "loss nan", "inf": "loss inf", "-inf": "loss -inf", "gradient": "gradient norm", "logits": "logits aren't finite"}[harm]
+    start = f"stage {stage} ({config.tasks[stage - 1].name}), step {place}: "
+    assert str(error.value).startswith(start) and words in str(error.value)
+    assert str(error.value).endswith(f"rows {rows}; the state before it is saved")
+    _, state = continual.newest_state(tmp_path / "run")
+    assert (state["stage"], state["step"], state["lines"]) == (stage, place - 1, step - 1)
+    resume(config)
+    assert not differences(contents(tmp_path / "run"), uninterrupted)
+
+
+def test_logits_that_are_not_finite_in_an_evaluation_stop_the_run(tmp_path, base, light, monkeypatch):
+    config = small(base, tmp_path / "run", **SETTINGS)
+    accuracy, calls = continual.accuracy, []
+
+    def broken(model, *args, **kwargs):
+        calls.append(1)
+        if len(calls) == 5:                                                # the second task after the first stage
+            with torch.no_grad():
+                model.get_output_embeddings().weight[3] = math.inf
+        return accuracy(model, *args, **kwargs)
+
+    monkeypatch.setattr(continual, "accuracy", broken)
+    with pytest.raises(continual.RunError, match="evaluation of task science: the model's logits aren't finite"):
+        continual.run(config, say=lambda text: None)
+
+
+# What every sampled response of a stage is like: a way to sample, and a verdict.
+def always(token):
+    def sample(logits, temperature, top_p=1.0, top_k=0):
+        tokens = logits.new_full((len(logits),), token, dtype=torch.long)
+        return tokens, continual_logps(logits, tokens, temperature)
+    return sample
+
+
+def continual_logps(logits, tokens, temperature):
+    return (logits.float() / temperature).log_softmax(-1).gather(-1, tokens[:, None]).squeeze(-1)
+
+
+@pytest.mark.parametrize("case, method, token, reward, shows, warned", [
+    ("nothing is ever right", "grpo", "word", 0.0, {"reward": 0, "solved": 0, "mixed": 0, "updates": 0},
+     ["no response was right", "nothing to learn", "ran into max_new_tokens"]),
+    ("nothing is ever right", "sdpo", "word", 0.0, {"reward": 0, "targets": 0, "updates": 0},
+     ["no response was right", "nothing to learn", "ran into max_new_tokens"]),
+    ("all is right", "grpo", "word", 1.0, {"reward": 1, "mixed": 0, "updates": 0}, ["nothing to learn", "ran into max_new_tokens"]),
+    ("all is right", "sdpo", "word", 1.0, {"reward": 1, "targets": 1, "updates": 1}, ["ran into max_new_tokens"]),
+    ("empty", "grpo", "end", None, {"empty": 1, "length": 1, "truncated": 0}, ["without any text"]),
+    ("empty", "sdpo", "end", None, {"empty": 1, "length": 1, "targets": 0, "updates": 0}, ["without any text", "nothing to learn"]),
+    ("longest", "grpo", "word", None, {"empty": 0, "length": 5, "truncated": 1}, ["ran into max_new_tokens"]),
+    ("longest", "sdpo", "word", None, {"length": 5, "truncated": 1}, ["ran into max_new_tokens"]),
+], ids=lambda x: x if isinstance(x, str) else "")
+def test_stages_without_a_lesson_are_defined_warned_of_once_and_counted(
+        tmp_path, base, light, monkeypatch, capsys, case, method, token, reward, shows, warned):
+    """Each stage has six such steps: six lines in the log, one warning of a kind, weights that stay where nothing is taught."""
+    from transformers import AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(base)
+    id = tokenizer.eos_token_id if token == "end" else tokenizer.encode("colour", add_special_tokens=False)[0]
+    monkeypatch.setattr(grpo, "sample", always(id))
+    turn = [0]
+
+    def judge(kind, text, example, paper_scoring=False):
+        turn[0] += 1
+        return Verdict(float(turn[0] % 2) if reward is None else reward, "", text, True)
+
+    monkeypatch.setattr(continual, "verify", judge)
+    continual.run(small(base, tmp_path / "run", method=method, stage_steps=6), say=lambda text: None)
+    lines = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    assert len(lines) == 18
+    for line in lines:
+        assert {key: line[key] for key in shows} == pytest.approx(shows)
+        assert all(math.isfinite(value) for value in line.values() if not isinstance(value, str))
+    told = [line for line in capsys.readouterr().err.replace("\r", "\n").splitlines() if "warning: " in line]
+    for stage in (1, 2, 3):
+        mine = sorted(line for line in told if f"stage {stage} " in line)
+        assert len(mine) == len(warned) and all(any(words in line for line in mine) for words in warned)
+    if shows.get("updates") == 0:
+        before, after = (load_file(folder / "model.safetensors") for folder in (Path(base), tmp_path / "run" / "stage-3-tool"))
+        assert all(torch.equal(before[k], after[k]) for k in before)
+
+
+def test_a_resumed_stage_does_not_warn_again(tmp_path, base, light, monkeypatch, capsys):
+    monkeypatch.setattr(continual, "verify", lambda *args: Verdict(0.0, "", "", False))
+    config = small(base, tmp_path / "run", **SETTINGS)
+    run_until(config, "train_step", 4)
+    assert capsys.readouterr().err.count("no response was right") == 1
+    resume(config)
+    assert capsys.readouterr().err.count("no response was right") == 2     # of stages 2 and 3
 
 
 def main(argv=None):
