@@ -204,9 +204,11 @@ def read_yaml(text):
             sizes[id(node)] = math.inf                                     # seen again before it is known: it holds itself
             parts = node.value if isinstance(node, yaml.CollectionNode) else []
             if isinstance(node, yaml.MappingNode):
-                keys = [k.value for k, _ in parts if isinstance(k, yaml.ScalarNode)]
-                if twice := next((k for i, k in enumerate(keys) if k in keys[:i]), None):
-                    raise ValueError(f"line {node.start_mark.line + 1}: the key {twice!r} is given twice")
+                keys = set()
+                for key in (k for k, _ in parts if isinstance(k, yaml.ScalarNode)):
+                    if key.value in keys:
+                        raise ValueError(f"line {key.start_mark.line + 1}: the key {key.value!r} is given twice")
+                    keys.add(key.value)
                 parts = [part for pair in parts for part in pair]
             sizes[id(node)] = 1 + sum(map(size, parts))
         return sizes[id(node)]
