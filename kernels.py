@@ -18,7 +18,7 @@ the logits' type: in bfloat16 a softmax over 512 equal logits sums to 0.988, and
 from it can be negative. Two functions take hidden states instead of logits and visit the tokens in
 chunks, since at T = 8192 tokens and V = 151,936 words one float32 copy of the logits is 5 GB and a
 divergence makes a dozen of them: `fused_token_kl` makes its gradient in the forward pass, where the
-logits are; `fused_token_logps` makes the logits once more in the backward pass.
+logits are; `fused_token_logps`, whose loss isn't known there, makes the logits once more in backward.
 
 Where we differ from the official code: the mass outside the top k is a logsumexp over the
 complement; there it is log(1 - sum of the kept), which loses up to 4 nats in small tails.
@@ -347,22 +347,27 @@ class _Chunks:
     """
 
     def __init__(self, N, chunk, compiled, device):
-        self.N, self.chunk = N, chunk if compiled else max(1, min(chunk, N))
-        self.block, self.fill = 16 if compiled and device.type == "cpu" else self.chunk, compiled
+        self.N, self.chunk, self.fill = N, chunk, compiled
+        self.block = 16 if compiled and device.type == "cpu" else chunk
+        self.rows = -(-min(chunk, N) // self.block) * self.block if compiled else min(chunk, N)
 
     def buffer(self, weight, dtype):
         """Room for the logits of a chunk: (chunk, V), a little more where blocks don't divide it."""
-        return torch.empty(-(-self.chunk // self.block) * self.block, len(weight), dtype=_wide(dtype), device=weight.device)
+        return torch.empty(self.rows, len(weight), dtype=_wide(dtype), device=weight.device)
 
     def filled(self, *per_token):
+        """(N,) tensors, with a block of zeros behind them for a last one that reads too far."""
         return [F.pad(x, (0, self.block)) if self.fill else x for x in per_token]
 
     def __iter__(self):
+        """(start, length) of each chunk."""
         return ((i, min(self.chunk, self.N - i)) for i in range(0, self.N, self.chunk))
 
     def blocks(self, n):
         """(start, tokens that count, tokens to hand over) of each block in a chunk of n."""
-        return ((j, min(self.block, n - j), self.block if self.fill else min(self.block, n - j)) for j in range(0, n, self.block))
+        for j in range(0, n, self.block):
+            kept = min(self.block, n - j)
+            yield j, kept, self.block if self.fill else kept
 
 
 class _FusedTokenKL(torch.autograd.Function):
@@ -410,25 +415,24 @@ def fused_token_kl(
         loss = sum_i  w_i min(exp(logp_i - old_i), is_clip) D_alpha(s_i, t_i)
 
     With the weights known beforehand, the gradient can be made where the logits are: each chunk is
-    projected once, gives dD/dz (see `_gradient`), that gives dH = dz W and dW += dz^T H, and the
-    logits are gone; the backward pass multiplies by the loss's own gradient. Nothing of size (N, V)
-    is kept, nothing is computed twice, and the result doesn't depend on `chunk`.
+    projected once, gives dD/dz (see `_gradient`), that gives dH = dz W and dW += dz^T H, and the next
+    chunk takes the logits' place. The backward pass multiplies by the loss's own gradient. Nothing of
+    size (N, V) is made, nothing is computed twice, and the result doesn't depend on `chunk`.
 
     Args:
-        student_hidden, teacher_hidden: (N, H), the states that predict `tokens`.
+        student_hidden, teacher_hidden: (N, H), the states that predict `tokens` (N,), sampled ids.
         student_head, teacher_head: the output projections: `weight` (V, H), perhaps `bias` (V,).
-        weights: (N,) weight of each token, constants (mask over the batch's token count).
-        tokens: (N,) sampled ids. alpha, topk, tail: as in `token_kl`.
-        sampled: `sampled_kl` in its place (needs alpha = 1). temperature: divides both logits.
-        old_logps, is_clip: (N,) log-probs at sampling time and the cap on the importance weight,
-            a constant for the gradient; None leaves it out.
+        weights: (N,) of each token, constants (mask over the batch's token count).
+        alpha, topk, tail: as in `token_kl`. temperature: divides both logits.
+        sampled: `sampled_kl` in the divergence's place (needs alpha = 1).
+        old_logps, is_clip: (N,) log-probs at sampling time and the importance weight's cap (None: no weight).
         teacher_mix: teacher logits become lerp(teacher, student, teacher_mix) (trust region).
         compiled: use torch.compile; None: on CUDA.
     Returns:
         loss (scalar, with gradient), and detached (N,): divergence, log-prob, student entropy.
     Raises:
-        ValueError: as `token_kl`; two vocabularies; a temperature of 0 or less; sampled with alpha
-            other than 1; is_clip without old_logps.
+        ValueError: as `token_kl`; two vocabularies; temperature <= 0; sampled with another alpha;
+            is_clip without old_logps.
     """
     vocabulary = student_head.weight.shape[0]
     _check_divergence("fused_token_kl", alpha, topk, vocabulary)
@@ -459,7 +463,7 @@ def _logps_cores(temperature, compiled):
 
     def forward(z, tokens):
         s = (z / temperature).log_softmax(-1)
-        return s.gather(-1, tokens.unsqueeze(-1)).squeeze(-1), -(s.exp() * s).sum(-1)
+        return s.gather(-1, tokens.unsqueeze(-1)).squeeze(-1), -(_exp(s) * s).sum(-1)
 
     def backward(z, tokens, grad):                                         # z becomes the loss's derivative in it
         p = (z / temperature).softmax(-1)
@@ -499,7 +503,8 @@ class _FusedTokenLogps(torch.autograd.Function):
                 for j, _, rows in chunks.blocks(n):
                     core(z[j : j + rows], *(x[i + j : i + j + rows] for x in per_token))
                 gradient.add(i, z[:n], h[i : i + n], W)                    # z is now dloss/dz
-        return gradient.dH, *(None if g is None else g.to(x.dtype) for g, x in ((gradient.dW, weight), (gradient.db, bias))), *[None] * 4
+        dW, db = (None if g is None else g.to(x.dtype) for g, x in ((gradient.dW, weight), (gradient.db, bias)))
+        return gradient.dH, dW, db, *[None] * 4
 
 
 def fused_token_logps(hidden, head, tokens, *, temperature=1.0, chunk=1024, compiled=None):
