@@ -426,7 +426,7 @@ def test_equal_programs_are_run_once(monkeypatch):
     import eval as evaluation  # the module, to count its calls; elsewhere names are imported from it
 
     runs = []
-    monkeypatch.setattr(evaluation, "run_program", lambda program, tests: (runs.append(program), (1, ""))[1])
+    monkeypatch.setattr(evaluation, "run_program", lambda program, tests, timeout: (runs.append(program), (1, ""))[1])
     example = gold(tests=["assert only_here(1) == 2"])
     for body in ("return x + 1", "return x + 1", "return x + 2"):
         evaluation.verify("code", f"```python\ndef only_here(x):\n    {body}\n```", example)
