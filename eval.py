@@ -257,7 +257,7 @@ def _gold(row, spec):
 def _option_texts(row, spec, index):
     """The options of a row, in the order in which they're shown."""
     if isinstance(spec.options, str):
-        return [str(text).strip() for text in column(row, spec.options)]
+        return column(row, spec.options)
     texts = [str(column(row, name)).strip() for name in spec.options]
     random.Random(index).shuffle(texts)                                       # as columns, the right one always comes first
     return texts
@@ -291,7 +291,7 @@ def _example(row, spec, index):
     if spec.answer_is != "label":
         if labels is None:
             raise ValueError(f"answer_is: {spec.answer_is} needs options")
-        places = [i for i, text in enumerate(texts) if answer == (text if spec.answer_is == "text" else str(i))]
+        places = [i for i, text in enumerate(texts) if answer == (str(text).strip() if spec.answer_is == "text" else str(i))]
         if len(places) != 1:
             return "with an answer that isn't one of the options"
         answer = labels[places[0]]
