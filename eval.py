@@ -263,9 +263,17 @@ def _option_texts(row, spec, index):
     return texts
 
 
+def _label(answer, spec, texts):
+    """The label of the option whose place or text is `answer`; "" if there isn't exactly one."""
+    if texts is None:
+        raise ValueError(f"answer_is: {spec.answer_is} needs options")
+    known = [str(text).strip() if spec.answer_is == "text" else str(i) for i, text in enumerate(texts)]
+    return string.ascii_uppercase[known.index(answer)] if known.count(answer) == 1 else ""
+
+
 def _example(row, spec, index):
     """One row -> Example, or the reason (str) why nobody could grade it. Raises ValueError."""
-    fill, labels = _Template().format, None
+    fill, labels, texts = _Template().format, None, None
     if _is_prepared(row):
         spec = TaskSpec(spec.name, spec.path, spec.verifier, system="{system}" if row.get("system") else None,
                         reference=spec.reference, prelude=spec.prelude, time_limit=spec.time_limit)
@@ -288,13 +296,8 @@ def _example(row, spec, index):
             raise ValueError("a test must be a text or a mapping")
     elif not (answer := _gold(row, spec)):
         return "without an answer"
-    if spec.answer_is != "label":
-        if labels is None:
-            raise ValueError(f"answer_is: {spec.answer_is} needs options")
-        places = [i for i, text in enumerate(texts) if answer == (str(text).strip() if spec.answer_is == "text" else str(i))]
-        if len(places) != 1:
-            return "with an answer that isn't one of the options"
-        answer = labels[places[0]]
+    if spec.answer_is != "label" and not (answer := _label(answer, spec, texts)):
+        return "with an answer that isn't one of the options"
     if spec.verifier in ("mcq", "mcq_boxed"):
         if labels is None:                                                    # read off the prompt, if it lists any
             listed = re.findall(r"^([A-Z])[:.)]\s", messages[-1]["content"], re.MULTILINE)

@@ -411,7 +411,7 @@ def test_a_cut_evaluation_asks_nothing_twice_and_ends_the_same(sampler, tmp_path
     assert sampler.asked == [["q0", "q1"], ["q2", "q3"], ["q4", "q5"], ["q6"]]
     assert accuracy(None, None, questions(7), **how) == whole and len(sampler.asked) == 4
     torch.set_rng_state(state)
-    accuracy(None, None, questions(7), **how)
+    accuracy(None, None, questions(7), **how | {"file": None})
     assert torch.equal(torch.get_rng_state(), state)                          # the caller's randomness is its own
     asked, records = saved_answers(tmp_path / "new" / "a.jsonl")
     assert (asked["samples"], asked["temperature"]) == (3, 0.6) and [r["id"] for r in records] == list("0123456")
