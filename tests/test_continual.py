@@ -559,7 +559,7 @@ def test_sets_out_of_distribution_are_measured_and_never_trained_on(tmp_path, ev
     tree = yaml.safe_load(TINY.read_text())
     tree["tasks"] = [t | {"test_limit": 8, "steps": 3} for t in tree["tasks"]]
     tree["tasks"], tree["ood"] = tree["tasks"][:2], [t | {"name": f"far-{t['name']}", "test_limit": 5} for t in tree["tasks"][2:]]
-    tree["ood"][1] |= {"path": tree["ood"][1].pop("test_path"), "test_limit": 7}    # no test rows of its own: all are
+    tree["ood"][1] |= {"path": tree["ood"][1].pop("test_path"), "test_limit": 20}    # no test rows of its own: all 96 are
     (tmp_path / "config.yaml").write_text(yaml.safe_dump(tree))
     (tmp_path / "tiny").symlink_to(TINY.parent / "tiny")
     rows = run(load_config(tmp_path / "config.yaml", [*SHORT, *BATCHES, f"out_dir={tmp_path / 'run'}"]))
@@ -572,7 +572,7 @@ def test_sets_out_of_distribution_are_measured_and_never_trained_on(tmp_path, ev
     assert matrix["ood"]["rows"][2] == [details["far-tool"]["accuracy"], details["far-code"]["accuracy"]]
     assert {line["task"] for line in log(tmp_path / "run")} == {"math", "science"}
     answers = [(tmp_path / "run" / "answers" / f"base-far-{name}.jsonl").read_text().splitlines() for name in ("tool", "code")]
-    assert [len(lines) - 1 for lines in answers] == [5, 7]
+    assert [len(lines) - 1 for lines in answers] == [5, 20]
 
 
 # ---- the whole thing ---------------------------------------------------------------------------
