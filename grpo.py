@@ -18,10 +18,13 @@ the std there either (as in Dr. GRPO). A reward of NaN means "not scored": it ta
 group's statistics and its advantage is 0.
 
     python grpo.py           one group becomes advantages, and advantages become a gradient
+    python grpo.py --bench   tokens per second of the rollout loop and of model.generate
 """
 
+import argparse
 import contextlib
 import functools
+import time
 from dataclasses import dataclass
 
 import torch
@@ -106,11 +109,12 @@ def evaluating(model):
         model.train(training)
 
 
-def sample(logits, temperature, top_p=1.0, top_k=0):
+def sample(logits, temperature, top_p=1.0, top_k=0, drawn=None):
     """One token for each row and its log-prob at this temperature, before top-p or top-k cut.
 
     Args:
         logits: (N, V). temperature: 0 takes the most likely token (log-probs then at 1).
+        drawn: (N, 1) float64 in [0, 1), the random number of each row; None draws them.
     Returns:
         tokens (N,), log-probs (N,).
     """
@@ -126,14 +130,17 @@ def sample(logits, temperature, top_p=1.0, top_k=0):
         probabilities, order = kept.softmax(-1).sort(descending=True)
         outside = probabilities.cumsum(-1) - probabilities >= top_p        # the mass above it suffices
         kept = kept.masked_fill(torch.zeros_like(outside).scatter(-1, order, outside), -torch.inf)
-    # Not finite: any token, as its log-prob tells. On CUDA an error here would end the process.
-    tokens = torch.multinomial(kept.softmax(-1).nan_to_num(1.0), 1).squeeze(-1)
+    # Inverse of the distribution function: one random number a row, where multinomial draws one a word
+    # (half of a small model's time on a CPU). The first word whose cumulated mass exceeds it is taken.
+    mass = kept.softmax(-1).cumsum(-1, dtype=torch.float64)                # (N, V)
+    drawn = torch.rand(len(mass), 1, dtype=torch.float64, device=mass.device) if drawn is None else drawn
+    tokens = torch.searchsorted(mass, drawn * mass[:, -1:], right=True).squeeze(-1).clamp(max=mass.shape[-1] - 1)
     return tokens, token_logps(logits, tokens)
 
 
 @torch.no_grad()
-def _decode(model, prompts, group_size, max_new_tokens, pad_id, ends, **sampling):
-    """Prefill each prompt once, repeat its cache for the group, then sample token by token.
+def _decode(model, prompts, group_size, max_new_tokens, pad_id, ends, drawn, **sampling):
+    """Prefill each prompt once, repeat its cache for the group, then sample token by token with `drawn` (N, T).
 
     Rows that have ended are dropped from the cache, so the last long response doesn't pay for all.
     """
@@ -151,7 +158,7 @@ def _decode(model, prompts, group_size, max_new_tokens, pad_id, ends, **sampling
     rows = torch.arange(N, device=ids.device)                              # the rows still in the cache
     running = torch.ones(N, dtype=torch.bool, device=ids.device)           # ... that haven't ended
     for t in range(max_new_tokens):
-        tokens, logp = sample(logits, **sampling)                          # (rows,)
+        tokens, logp = sample(logits, drawn=drawn[rows, t, None], **sampling)   # (rows,)
         live = rows[running]
         response[live, t], logps[live, t] = tokens[running], logp[running]
         ended = running & torch.isin(tokens, ends)
@@ -172,9 +179,12 @@ def _decode(model, prompts, group_size, max_new_tokens, pad_id, ends, **sampling
 
 def rollout(
     model, tokenizer, prompts, group_size, max_new_tokens, temperature, *,
-    top_p=1.0, top_k=0, batch_size=0, template=None,
+    top_p=1.0, top_k=0, batch_size=0, template=None, seeds=None,
 ):
-    """Sample `group_size` responses to each prompt. Randomness comes from torch's global generator.
+    """Sample `group_size` responses to each prompt.
+
+    A prompt's random numbers come from its own seed, so its responses don't depend on what else is
+    in the batch, or on which of several processes samples them.
 
     The mask comes from lengths, never from token values: where padding and end token share an id,
     the sampled end token still counts, and stopping is learnt.
@@ -185,6 +195,7 @@ def rollout(
         temperature: > 0, or 0 for the most likely token. top_p, top_k: 1 and 0 for no cut, which
             training needs: the loss knows only the uncut distribution.
         batch_size: responses sampled at once (whole groups, at least one), 0 for all. template: see `encode`.
+        seeds: P ints; None draws them from torch's global generator.
     Returns:
         Rollouts, N = P * group_size.
     Raises:
@@ -201,11 +212,15 @@ def rollout(
     pad_id = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else stops[0]
     ends = torch.tensor(stops, device=model.device)
     at_once = max(1, batch_size // group_size) if batch_size else len(ids)
+    seeds = torch.randint(2**62, (len(ids),)).tolist() if seeds is None else seeds
+    drawn = torch.cat([                                                    # (N, T)
+        torch.rand(group_size, max_new_tokens, dtype=torch.float64, generator=torch.Generator().manual_seed(seed)) for seed in seeds
+    ]).to(model.device)
     with evaluating(model):
         parts = [
             _decode(
                 model, ids[i : i + at_once], group_size, max_new_tokens, pad_id, ends,
-                temperature=temperature, top_p=top_p, top_k=top_k,
+                drawn[i * group_size : (i + at_once) * group_size], temperature=temperature, top_p=top_p, top_k=top_k,
             )
             for i in range(0, len(ids), at_once)
         ]
@@ -303,7 +318,7 @@ def k3(logps, ref_logps):
 def grpo_loss(
     logps, old_logps, advantages, mask, *,
     clip_low=0.2, clip_high=0.28, dual_clip=3.0, aggregation="token_mean",
-    ref_logps=None, kl_coef=0.0, total=None,
+    ref_logps=None, kl_coef=0.0, importance=None, total=None,
 ):
     """The clipped policy loss of the header.
 
@@ -313,6 +328,7 @@ def grpo_loss(
         clip_low, clip_high: the ratio's range is [1 - low, 1 + high]. dual_clip: c, or None.
         aggregation, total: see `token_weights`.
         ref_logps, kl_coef: (N, T) of the reference, and the k3 penalty's weight (0: none).
+        importance: (N, T), constant factors on the tokens' losses, for samples of a slightly different policy.
     Returns:
         loss (scalar), and a dict of floats that also add up over micro-batches: ratio, clipped
         (share of tokens whose gradient the clip cut), ref_kl.
@@ -335,6 +351,8 @@ def grpo_loss(
         bound = -dual_clip * A                                             # positive where A < 0
         cut = cut | ((A < 0) & (losses > bound))
         losses = torch.where(A < 0, torch.minimum(losses, bound), losses)
+    if importance is not None:
+        losses = losses * importance
     metrics = {"ratio": (weights * ratio).sum().item(), "clipped": (weights * cut).sum().item()}
     if kl_coef:
         penalty = k3(logps.masked_fill(~mask, 0.0), ref_logps.masked_fill(~mask, 0.0))
@@ -344,11 +362,11 @@ def grpo_loss(
 
 
 # ------------------------------------------------------------------------------------------------
-# python grpo.py: one group
+# python grpo.py: one group; --bench: rollouts against model.generate
 # ------------------------------------------------------------------------------------------------
 
 
-def main():
+def show():
     """Follow one group of four answers from rewards to the gradient on each token's log-prob."""
     answers = ["7 + 5 = 12", "7 + 5 = 11", "7 + 5 = 12", "I think 13"]
     rewards = torch.tensor([[1.0, 0.0, 1.0, 0.0]])                         # (P=1, G=4)
@@ -372,6 +390,53 @@ def main():
     print("positive advantage, so that token is clipped: its gradient is 0. So is 0.67, below 1 - 0.2.")
     equal = group_advantages(torch.tensor([[1.0, 1.0, 1.0, 1.0]]))
     print(f"All four right, advantages {equal.tolist()[0]}: a group without a contrast teaches nothing.")
+
+
+def bench(device="cpu", layers=2, hidden=128, P=16, G=8, prompt=64, T=32, words=4096, rounds=7):
+    """Tokens per second of our loop and of `model.generate`: random model, same prompts, T tokens each, paired rounds."""
+    from transformers import GenerationConfig, Qwen3Config, Qwen3ForCausalLM
+
+    torch.manual_seed(0)
+    shape = Qwen3Config(
+        vocab_size=words, hidden_size=hidden, intermediate_size=4 * hidden, num_hidden_layers=layers, head_dim=32,
+        num_attention_heads=max(1, hidden // 32), num_key_value_heads=max(1, hidden // 64),
+    )
+    model = Qwen3ForCausalLM(shape).to(device).eval()
+    ids = torch.randint(words, (P, prompt), device=device)
+    fields = dict(do_sample=True, temperature=1.0, top_k=0, top_p=1.0, num_return_sequences=G, pad_token_id=0)
+    fixed = GenerationConfig(max_new_tokens=T, min_new_tokens=T, eos_token_id=None, **fields)
+
+    def ours():                                                            # no end token, so every row has T tokens
+        response, logps, _ = _decode(model, ids.tolist(), G, T, 0, ids.new_empty(0), torch.rand(P * G, T, device=device), temperature=1.0)
+        return response
+
+    def generate():                                                        # without log-probs, which ours collects
+        return model.generate(ids, attention_mask=torch.ones_like(ids), generation_config=fixed)[:, prompt:]
+
+    seconds = {"our loop": [], "model.generate": []}
+    for i in range(rounds + 1):                                            # the first round warms up
+        for name, run in zip(seconds, (ours, generate)):
+            start = time.perf_counter()
+            response = run()
+            if device == "cuda":
+                torch.cuda.synchronize()
+            assert response.shape == (P * G, T)
+            if i:
+                seconds[name].append(time.perf_counter() - start)
+    medians = {name: sorted(x)[len(x) // 2] for name, x in seconds.items()}
+    print(f"{P} prompts of {prompt} tokens x {G} samples, {T} new tokens; {layers} layers, hidden {hidden}, {words} words; "
+          f"{device}, {torch.get_num_threads()} threads")
+    for name, x in medians.items():
+        print(f"{name:<16}{P * G * T / x:>9.0f} tokens/s{medians['model.generate'] / x:>7.2f} times generate's")
+
+
+def main(argv=None):
+    """python grpo.py: one group; --bench: rollouts against model.generate."""
+    parser = argparse.ArgumentParser(description="Show one group's advantages and gradients, or time rollouts.")
+    parser.add_argument("--bench", action="store_true", help="tokens per second against model.generate")
+    parser.add_argument("--device", default="cpu", choices=("cpu", "cuda"))
+    options = parser.parse_args(argv)
+    bench(options.device) if options.bench else show()
 
 
 if __name__ == "__main__":

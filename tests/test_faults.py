@@ -684,7 +684,7 @@ def test_logits_that_are_not_finite_in_an_evaluation_stop_the_run(tmp_path, base
 
 # What every sampled response of a stage is like: a way to sample, and a verdict.
 def always(token):
-    def sample(logits, temperature, top_p=1.0, top_k=0):
+    def sample(logits, temperature, top_p=1.0, top_k=0, drawn=None):
         tokens = logits.new_full((len(logits),), token, dtype=torch.long)
         return tokens, continual_logps(logits, tokens, temperature)
     return sample
