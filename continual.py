@@ -469,6 +469,12 @@ def shard(model, config):
     return model
 
 
+def settle(model):
+    """Split embedding and head again, which FSDP leaves whole after a pass without a backward one."""
+    if isinstance(model, FSDPModule):
+        model.reshard()
+
+
 def _whole(tensor):
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
@@ -492,6 +498,7 @@ class Player:
     def refresh(self, policy):
         """Take over the policy's weights."""
         if self.apart:
+            settle(policy)
             for mine, other in zip(self.model.parameters(), policy.parameters(), strict=True):
                 mine.copy_(_whole(other))
 
@@ -501,6 +508,7 @@ def frozen_copy(model, player, config, exact=False):
     if not isinstance(model, FSDPModule):
         made = copy.deepcopy(model)
         return (made if exact else made.to(player.model.dtype)).eval().requires_grad_(False)
+    settle(model)
     made = copy.deepcopy(player.model)
     made = shard((made.to(model.dtype) if exact else made).to(model.device), config)
     with torch.no_grad():
@@ -879,6 +887,7 @@ def update(model, teacher, reference, optimizer, batch, config, pad_id):
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
         if teacher is not None:
+            settle(teacher.model)
             teacher.update(model)
         logs.append(log)
     keys = logs[0] if logs else {}
