@@ -37,7 +37,7 @@ def torchrun(tmp_path, name, *overrides, timeout=240):
     plain = [s for s in SHORT if not s.startswith("variants")] + ["lr=1e-4", "keep_checkpoints=20", f"out_dir={tmp_path / name}"]
     return subprocess.run(
         [*command, "--config", file, *plain, *overrides], capture_output=True, text=True, timeout=timeout,
-        env=os.environ | {"OMP_NUM_THREADS": "1"}, cwd=tmp_path,
+        env=os.environ | {"OMP_NUM_THREADS": "1"}, cwd=ROOT / "tests",
     )
 
 
