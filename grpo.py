@@ -98,11 +98,12 @@ def evaluating(model):
         model.train(training)
 
 
-def sample(logits, temperature, top_p=1.0, top_k=0):
+def sample(logits, temperature, top_p=1.0, top_k=0, drawn=None):
     """One token for each row and its log-prob at this temperature, before top-p or top-k cut.
 
     Args:
         logits: (N, V). temperature: 0 takes the most likely token (log-probs then at 1).
+        drawn: (N, 1) float64 in [0, 1), the random number of each row; None draws them.
     Returns:
         tokens (N,), log-probs (N,).
     """
@@ -121,14 +122,14 @@ def sample(logits, temperature, top_p=1.0, top_k=0):
     # Inverse of the distribution function: one random number a row, where multinomial draws one a word
     # (half of a small model's time on a CPU). The first word whose cumulated mass exceeds it is taken.
     mass = kept.softmax(-1).cumsum(-1, dtype=torch.float64)                # (N, V)
-    drawn = torch.rand(len(mass), 1, dtype=torch.float64, device=mass.device) * mass[:, -1:]
-    tokens = torch.searchsorted(mass, drawn, right=True).squeeze(-1).clamp(max=mass.shape[-1] - 1)
+    drawn = torch.rand(len(mass), 1, dtype=torch.float64, device=mass.device) if drawn is None else drawn
+    tokens = torch.searchsorted(mass, drawn * mass[:, -1:], right=True).squeeze(-1).clamp(max=mass.shape[-1] - 1)
     return tokens, token_logps(logits, tokens)
 
 
 @torch.no_grad()
-def _decode(model, prompts, group_size, max_new_tokens, pad_id, ends, **sampling):
-    """Prefill each prompt once, repeat its cache for the group, then sample token by token.
+def _decode(model, prompts, group_size, max_new_tokens, pad_id, ends, drawn, **sampling):
+    """Prefill each prompt once, repeat its cache for the group, then sample token by token with `drawn` (N, T).
 
     Rows that have ended are dropped from the cache, so the last long response doesn't pay for all.
     """
@@ -146,7 +147,7 @@ def _decode(model, prompts, group_size, max_new_tokens, pad_id, ends, **sampling
     rows = torch.arange(N, device=ids.device)                              # the rows still in the cache
     running = torch.ones(N, dtype=torch.bool, device=ids.device)           # ... that haven't ended
     for t in range(max_new_tokens):
-        tokens, logp = sample(logits, **sampling)                          # (rows,)
+        tokens, logp = sample(logits, drawn=drawn[rows, t, None], **sampling)   # (rows,)
         live = rows[running]
         response[live, t], logps[live, t] = tokens[running], logp[running]
         ended = running & torch.isin(tokens, ends)
@@ -173,7 +174,7 @@ def _grouped_attention(module, query, key, value, attention_mask, scaling=None, 
 
 
 @torch.no_grad()
-def _decode_static(model, prompts, group_size, max_new_tokens, pad_id, ends, *, compiled=None, **sampling):
+def _decode_static(model, prompts, group_size, max_new_tokens, pad_id, ends, drawn, *, compiled=None, **sampling):
     """As `_decode`, in a cache of fixed size: every step has the same shapes, so one compiled step (a CUDA graph) serves all.
 
     Ended rows stay in it, and its free end is read, masked. compiled: None for CUDA only; on a CPU it takes longer than it saves.
@@ -197,12 +198,14 @@ def _decode_static(model, prompts, group_size, max_new_tokens, pad_id, ends, *, 
     seen[..., :L] = mask.bool().repeat_interleave(group_size, 0)[:, None, None]
     response, lengths = ids.new_full((N, T), pad_id), ids.new_zeros(N)
     logps, running = logits.new_zeros(N, T, dtype=torch.float32), torch.ones_like(lengths, dtype=torch.bool)
-    step = model.get_compiled_call(None) if compiled or compiled is None and model.device.type == "cuda" else model
+    # Compiled anew each time, which finds the first time's code; kept on the model, a copy of it would run the original.
+    compiled = model.device.type == "cuda" if compiled is None else compiled
+    step = torch.compile(model.__call__, mode="reduce-overhead") if compiled else model
     own = model.config._attn_implementation
     model.set_attn_implementation("grouped")
     try:
         for t in range(T):
-            tokens, logp = sample(logits, **sampling)                      # (N,)
+            tokens, logp = sample(logits, drawn=drawn[:, t, None], **sampling)   # (N,)
             response[:, t], logps[:, t] = tokens.where(running, pad_id), logp.where(running, 0.0)
             lengths += running
             running &= ~torch.isin(tokens, ends)
@@ -226,7 +229,7 @@ def flash_attention(model):
 
 @torch.no_grad()
 def _decode_continuous(
-    model, prompts, group_size, max_new_tokens, pad_id, ends, *, temperature, top_p=1.0, top_k=0, at_once=0
+    model, prompts, group_size, max_new_tokens, pad_id, ends, drawn, *, temperature, top_p=1.0, top_k=0, at_once=0
 ):
     """The same by transformers' continuous batching: a group shares its prompt's pages, and an ended response makes room.
 
@@ -250,7 +253,7 @@ def _decode_continuous(
     # With flash attention the cache takes the memory that is free, and pages of 256 make its fast decoding possible.
     sizes = {"num_blocks": rows * pages, "max_batch_tokens": max(rows, 512), "max_blocks_per_request": 0}
     how = ContinuousBatchingConfig(
-        page_size=page, max_requests_per_batch=rows, return_logprobs=True, seed=int(torch.randint(2**31, ())),
+        page_size=page, max_requests_per_batch=rows, return_logprobs=True, seed=int(drawn[0, 0] * 2**31),
         auto_switch_to_flash=flash, **({"max_blocks_per_request": pages + pages % 2} if flash else sizes),
     )
     # It seeds the global generators, hence the fork. All requests are there before it starts: one seed, one result.
@@ -294,9 +297,12 @@ ENGINES = {"loop": _decode, "continuous": _decode_continuous, "static": _decode_
 
 def rollout(
     model, tokenizer, prompts, group_size, max_new_tokens, temperature, *,
-    top_p=1.0, top_k=0, batch_size=0, template=None, engine="loop",
+    top_p=1.0, top_k=0, batch_size=0, template=None, seeds=None, engine="loop",
 ):
-    """Sample `group_size` responses to each prompt. Randomness comes from torch's global generator.
+    """Sample `group_size` responses to each prompt.
+
+    A prompt's random numbers come from its own seed, so its responses don't depend on what else is
+    in the batch, or on which of several processes samples them.
 
     The mask comes from lengths, never from token values: where padding and end token share an id,
     the sampled end token still counts, and stopping is learnt.
@@ -307,7 +313,8 @@ def rollout(
         temperature: > 0, or 0 for the most likely token. top_p, top_k: 1 and 0 for no cut, which
             training needs: the loss knows only the uncut distribution.
         batch_size: responses sampled at once (whole groups, at least one), 0 for all. template: see `encode`.
-        engine: "loop", "continuous" or "static", see `_decode` and what follows it.
+        seeds: P ints; None draws them from torch's global generator.
+        engine: "loop"; "static", for the same responses; "continuous", which has one seed for all, taken from the first.
     Returns:
         Rollouts, N = P * group_size; logps is None where the engine has none.
     Raises:
@@ -326,12 +333,19 @@ def rollout(
     pad_id = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else stops[0]
     ends = torch.tensor(stops, device=model.device)
     at_once = max(1, batch_size // group_size) if batch_size else len(ids)
+    seeds = torch.randint(2**62, (len(ids),)).tolist() if seeds is None else seeds
+    drawn = torch.cat([                                                    # (N, T)
+        torch.rand(group_size, max_new_tokens, dtype=torch.float64, generator=torch.Generator().manual_seed(seed)) for seed in seeds
+    ]).to(model.device)
     sampling = {"temperature": temperature, "top_p": top_p, "top_k": top_k}
     if engine == "continuous":                                             # one queue, where an ended response makes room
         at_once, sampling["at_once"] = len(ids), batch_size
     with evaluating(model):
         parts = [
-            ENGINES[engine](model, ids[i : i + at_once], group_size, max_new_tokens, pad_id, ends, **sampling)
+            ENGINES[engine](
+                model, ids[i : i + at_once], group_size, max_new_tokens, pad_id, ends,
+                drawn[i * group_size : (i + at_once) * group_size], **sampling,
+            )
             for i in range(0, len(ids), at_once)
         ]
     response, logps, lengths = (None if x[0] is None else torch.cat(x) for x in zip(*parts))
@@ -426,7 +440,7 @@ def k3(logps, ref_logps):
 def grpo_loss(
     logps, old_logps, advantages, mask, *,
     clip_low=0.2, clip_high=0.28, dual_clip=3.0, aggregation="token_mean",
-    ref_logps=None, kl_coef=0.0, total=None,
+    ref_logps=None, kl_coef=0.0, importance=None, total=None,
 ):
     """The clipped policy loss of the header.
 
@@ -436,6 +450,7 @@ def grpo_loss(
         clip_low, clip_high: the ratio's range is [1 - low, 1 + high]. dual_clip: c, or None.
         aggregation, total: see `token_weights`.
         ref_logps, kl_coef: (N, T) of the reference, and the k3 penalty's weight (0: none).
+        importance: (N, T), constant factors on the tokens' losses, for samples of a slightly different policy.
     Returns:
         loss (scalar), and a dict of floats that also add up over micro-batches: ratio, clipped
         (share of tokens whose gradient the clip cut), ref_kl.
@@ -458,6 +473,8 @@ def grpo_loss(
         bound = -dual_clip * A                                             # positive where A < 0
         cut = cut | ((A < 0) & (losses > bound))
         losses = torch.where(A < 0, torch.minimum(losses, bound), losses)
+    if importance is not None:
+        losses = losses * importance
     metrics = {"ratio": (weights * ratio).sum().item(), "clipped": (weights * cut).sum().item()}
     if kl_coef:
         penalty = k3(logps.masked_fill(~mask, 0.0), ref_logps.masked_fill(~mask, 0.0))
@@ -512,7 +529,8 @@ def bench(device="cpu", layers=2, hidden=128, P=16, G=8, prompt=64, T=32, words=
     fixed = GenerationConfig(max_new_tokens=T, min_new_tokens=T, eos_token_id=None, **fields)
 
     def ours(decode):                                                      # no end token, so every row has T tokens
-        return lambda: decode(model, ids.tolist(), G, T, 0, ids.new_empty(0), temperature=1.0)[0]
+        drawn, none = torch.rand(P * G, T, dtype=torch.float64, device=device), ids.new_empty(0)
+        return lambda: decode(model, ids.tolist(), G, T, 0, none, drawn, temperature=1.0)[0]
 
     def generate():                                                        # without log-probs, which ours collect
         return model.generate(ids, attention_mask=torch.ones_like(ids), generation_config=fixed)[:, prompt:]

@@ -1,5 +1,6 @@
 """grpo.py: rollouts against full forward passes, advantages by hand, the loss against a plain loop."""
 
+import copy
 import math
 import threading
 from dataclasses import replace
@@ -14,8 +15,8 @@ from transformers import (
 from transformers.generation.continuous_batching.continuous_api import ContinuousBatchingManager, OutputRouter
 
 from grpo import (
-    _decode, _decode_static, _grouped_attention, encode, flash_attention, group_advantages, grpo_loss, k3, left_pad, rollout, sample,
-    stop_ids, token_weights,
+    _decode, _decode_static, _grouped_attention, encode, flash_attention, group_advantages, grpo_loss, k3, left_pad, rollout,
+    sample, stop_ids, token_weights,
 )
 from kernels import masked_mean, predicting, token_logps
 
@@ -275,7 +276,7 @@ def test_every_engine_takes_the_loops_tokens_at_temperature_0(kind, engine, memo
 @OTHERS
 @pytest.mark.parametrize("batch_size", [0, 2, 6])
 def test_every_engine_returns_the_full_forwards_logps_and_masks_by_length(engine, batch_size, memory):
-    """Groups in order, ended by each stop id; with 2 at once continuous batching lacks room for a group of 4 and starts some anew."""
+    """Groups in order, ended by each stop id; with 2 at once a group of 4 finds no room for its forks."""
     model, tokenizer = make_model(), make_tokenizer()
     model.generation_config.eos_token_id = [7]
     torch.manual_seed(1)
@@ -344,7 +345,8 @@ def test_engines_cut_when_asked_and_claim_no_other_logps(engine, cut, memory):
         assert (rank < 2).all() if "top_k" in cut else (above < 0.5 + 1e-4).all()
         second += int((rank > 0).sum())
         if out.logps is not None:
-            torch.testing.assert_close(out.logps[i, :n], full_forward_logps(model, out.prompts[i // 4], ids.tolist(), 1.0), atol=2e-5, rtol=1e-4)
+            logps = full_forward_logps(model, out.prompts[i // 4], ids.tolist(), 1.0)
+            torch.testing.assert_close(out.logps[i, :n], logps, atol=2e-5, rtol=1e-4)
     assert second > 0
 
 
@@ -357,22 +359,26 @@ def test_every_engine_repeats_itself_under_the_same_seed(engine, memory):
         runs.append((rollout(model, tokenizer, PROMPTS, 4, 10, 1.0, engine=engine), torch.rand(3).tolist(), torch.initial_seed()))
     assert runs[0][0].texts == runs[1][0].texts and torch.equal(runs[0][0].logps, runs[1][0].logps)
     assert runs[0][0].texts != runs[2][0].texts and len(set(runs[0][0].texts[:4])) > 1
-    assert runs[0][1] == runs[1][1] != runs[2][1] and [run[2] for run in runs] == [3, 3, 4]   # the caller's generator stays its own
+    assert runs[0][1] == runs[1][1] != runs[2][1] and [run[2] for run in runs] == [3, 3, 4]   # global ones untouched
+    seeded = [rollout(model, tokenizer, PROMPTS, 4, 10, 1.0, seeds=[5, 6, 7], engine=e) for e in ("loop", engine, engine)]
+    assert seeded[1].texts == seeded[2].texts and (seeded[0].texts == seeded[1].texts) == (engine == "static")
 
 
 def test_the_static_step_is_compiled_once_for_all_steps_and_rollouts(monkeypatch):
-    """One graph without a break; the code generator, which takes most of the time, is left out."""
+    """One graph without a break, for a copy with other weights too; code generation, the slow part, is left out."""
     model, ids, graphs = make_model().eval(), [[0, 5, 2, 1], [0, 6, 7, 8, 2, 1]], []
 
     def count(graph, _):
         graphs.append(graph)
         return graph.forward
 
-    monkeypatch.setattr(model, "get_compiled_call", lambda _: step)
-    step, ends = torch.compile(model.__call__, backend=count, fullgraph=True), torch.tensor([2])
-    for G, T in ((2, 20), (2, 30), (2, 20)):                               # 26 and 36 tokens: the same rounded room
-        right = _decode(model, ids, G, T, 2, ends, temperature=0)
-        out = _decode_static(model, ids, G, T, 2, ends, compiled=True, temperature=0)
+    compiler, ends, other = torch.compile, torch.tensor([2]), copy.deepcopy(model)
+    monkeypatch.setattr(torch, "compile", lambda call, mode: compiler(call, backend=count, fullgraph=True))
+    other.lm_head.weight.data = other.lm_head.weight.flip(1)
+    for it, T in ((model, 20), (model, 30), (other, 20), (model, 20)):     # up to 36 tokens: the same rounded room
+        drawn = torch.rand(4, T, dtype=torch.float64)
+        right = _decode(it, ids, 2, T, 2, ends, drawn, temperature=1.0)
+        out = _decode_static(it, ids, 2, T, 2, ends, drawn, compiled=True, temperature=1.0)
         assert torch.equal(out[0], right[0]) and torch.equal(out[2], right[2]) and len(graphs) == 1
         torch.testing.assert_close(out[1], right[1], atol=2e-5, rtol=1e-4)
 
