@@ -68,7 +68,7 @@ from eval import (
     AT_LEAST_1, NOT_NEGATIVE, POSITIVE, SHARE, TaskSpec, accuracy, continual_metrics, format_matrix, load_task, one_line,
     report, verify,
 )
-from grpo import encode, group_advantages, grpo_loss, left_pad, rollout
+from grpo import encode, flash_attention, group_advantages, grpo_loss, left_pad, rollout
 from kernels import fused_token_kl, fused_token_logps, masked_mean, predicting
 from sdpo import FEEDBACK, REPROMPT, SOLUTION, Teacher, drop_tokens, sdpo_loss, teacher_prompts
 
@@ -95,6 +95,7 @@ class RolloutConfig:
     batch_size: Annotated[int, NOT_NEGATIVE] = 0     # responses sampled at once; 0: the whole step
     importance_cap: Annotated[float, POSITIVE] = 2.0  # where another copy of the model samples: see `resample_logps`
     chat_template: dict = field(default_factory=dict)  # arguments of the chat template, e.g. enable_thinking
+    engine: Literal["auto", "loop", "continuous", "static"] = "auto"  # see rollout_engine
 
 
 @dataclass
@@ -681,6 +682,15 @@ class Batch:
     importance: torch.Tensor | None = None  # (N, T), where another copy of the model sampled
     advantages: torch.Tensor | None = None  # (N,) grpo
     teacher_prompts: list | None = None     # N lists of ids or None: sdpo
+
+
+def rollout_engine(config, model):
+    """The engine of grpo.rollout; auto: the loop on a CPU, on CUDA continuous batching if flash attention is
+    installed (without it each response reads, masked, the cache of all others), else the static cache."""
+    if config.rollout.engine != "auto":
+        return config.rollout.engine
+    on_cuda = "continuous" if flash_attention(model) else "static"
+    return on_cuda if model.device.type == "cuda" else "loop"
 
 
 def collect(model, player, tokenizer, task, examples, config, seed=0, pad_id=0):
