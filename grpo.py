@@ -230,6 +230,7 @@ def group_advantages(rewards, scale_by_std=False, eps=1e-6):
     rewards = rewards if rewards.is_floating_point() else rewards.float()
     if rewards.isinf().any():
         raise ValueError("group_advantages: a reward is infinite")
+    ### BEGIN SOLUTION T7
     scored = ~rewards.isnan()                                              # (P, G)
     mean = masked_mean(rewards, scored, dim=-1).unsqueeze(-1)              # (P, 1)
     centred = torch.where(scored, rewards - mean, torch.zeros_like(rewards))
@@ -240,6 +241,7 @@ def group_advantages(rewards, scale_by_std=False, eps=1e-6):
     low = rewards.masked_fill(~scored, torch.inf).amin(-1, keepdim=True)
     high = rewards.masked_fill(~scored, -torch.inf).amax(-1, keepdim=True)
     return centred.masked_fill((high <= low) | ~scored, 0.0)
+    ### END SOLUTION
 
 
 # ------------------------------------------------------------------------------------------------
@@ -280,8 +282,10 @@ def k3(logps, ref_logps):
 
     The plain log-ratio has the right mean but a gradient of mean zero: as a penalty it does nothing.
     """
+    ### BEGIN SOLUTION T9
     d = (ref_logps - logps).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
     return d.exp() - d - 1
+    ### END SOLUTION
 
 
 def grpo_loss(
@@ -308,6 +312,7 @@ def grpo_loss(
         raise ValueError("grpo_loss: kl_coef needs ref_logps")
     weights = token_weights(mask, aggregation, total)                      # (N, T)
     mask, A = mask.bool(), advantages.unsqueeze(-1)                        # (N, T), (N, 1)
+    ### BEGIN SOLUTION T8
     # Masked before exp: whatever stands in the padding, its ratio is 1.
     log_ratio = (logps - old_logps).masked_fill(~mask, 0.0)
     ratio = log_ratio.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp()           # (N, T)
@@ -319,6 +324,7 @@ def grpo_loss(
         bound = -dual_clip * A                                             # positive where A < 0
         cut = cut | ((A < 0) & (losses > bound))
         losses = torch.where(A < 0, torch.minimum(losses, bound), losses)
+    ### END SOLUTION
     metrics = {"ratio": (weights * ratio).sum().item(), "clipped": (weights * cut).sum().item()}
     if kl_coef:
         penalty = k3(logps.masked_fill(~mask, 0.0), ref_logps.masked_fill(~mask, 0.0))

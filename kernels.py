@@ -57,10 +57,12 @@ def masked_mean(x, mask, dim=None):
     >>> masked_mean(torch.tensor([1., 2., 9.]), torch.tensor([1, 1, 0])).item()
     1.5
     """
+    ### BEGIN SOLUTION T1
     mask = mask.bool()
     x = torch.where(mask, x, torch.zeros_like(x))
     total, count = (x.sum(), mask.sum()) if dim is None else (x.sum(dim), mask.sum(dim))
     return total / count.clamp(min=1)
+    ### END SOLUTION
 
 
 def predicting(x, length):
@@ -97,9 +99,11 @@ def token_logps(logits, tokens, temperature=1.0):
     """
     if temperature <= 0:
         raise ValueError(f"token_logps: temperature {temperature} must be above 0")
+    ### BEGIN SOLUTION T2
     logits = _upcast(logits) / temperature                                # (..., V)
     chosen = logits.gather(-1, tokens.unsqueeze(-1)).squeeze(-1)          # (...)
     return chosen - logits.logsumexp(-1)
+    ### END SOLUTION
 
 
 def token_entropy(logits):
@@ -108,8 +112,10 @@ def token_entropy(logits):
     >>> round(token_entropy(torch.zeros(4)).item(), 4)  # log 4
     1.3863
     """
+    ### BEGIN SOLUTION T3
     logits = _upcast(logits)
     return logits.logsumexp(-1) - (logits.softmax(-1) * logits).sum(-1)
+    ### END SOLUTION
 
 
 # ------------------------------------------------------------------------------------------------
@@ -119,12 +125,16 @@ def token_entropy(logits):
 
 def _divergence(s, t, alpha):
     """D_alpha between log-distributions s and t: (..., K) -> (...). The equation of the header."""
+    ### BEGIN SOLUTION T4
     if alpha == 0:
         return (t.exp() * (t - s)).sum(-1)                                # KL(t || s)
     if alpha == 1:
         return (s.exp() * (s - t)).sum(-1)                                # KL(s || t)
+    ### END SOLUTION
+    ### BEGIN SOLUTION T5
     m = torch.logaddexp(s + math.log(1 - alpha), t + math.log(alpha))     # log of the mixture
     return (1 - alpha) * (s.exp() * (s - m)).sum(-1) + alpha * (t.exp() * (t - m)).sum(-1)
+    ### END SOLUTION
 
 
 def _buckets(s, t, index, tail):
@@ -135,6 +145,7 @@ def _buckets(s, t, index, tail):
     Returns:
         two log-distributions (..., k + 1) with a tail bucket, or (..., k) renormalised without.
     """
+    ### BEGIN SOLUTION T6
     s_top, t_top = s.gather(-1, index), t.gather(-1, index)
     if not tail:
         return s_top.log_softmax(-1), t_top.log_softmax(-1)
@@ -142,6 +153,7 @@ def _buckets(s, t, index, tail):
     s_rest = s.scatter(-1, index, -math.inf).logsumexp(-1, keepdim=True)  # (..., 1)
     t_rest = t.scatter(-1, index, -math.inf).logsumexp(-1, keepdim=True)
     return torch.cat([s_top, s_rest], -1), torch.cat([t_top, t_rest], -1)
+    ### END SOLUTION
 
 
 def _check_divergence(name, alpha, topk, vocabulary):

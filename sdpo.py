@@ -60,6 +60,7 @@ def select_demonstrations(rewards, groups, threshold=0.5, exclude_self=True):
     [None, 0, None]
     """
     groups = groups.tolist() if torch.is_tensor(groups) else list(groups)  # tensors hash by identity
+    ### BEGIN SOLUTION T10
     rewards = list(map(float, rewards))
     successes = {}
     for i, (reward, group) in enumerate(zip(rewards, groups, strict=True)):
@@ -69,6 +70,7 @@ def select_demonstrations(rewards, groups, threshold=0.5, exclude_self=True):
         next((j for j in successes.get(group, ()) if not (exclude_self and j == i)), None)
         for i, group in enumerate(groups)
     ]
+    ### END SOLUTION
 
 
 def strip_thinking(text):
@@ -106,6 +108,7 @@ def teacher_messages(
     last = max((i for i, m in enumerate(messages) if m["role"] == "user"), default=None)
     if last is None:
         raise ValueError("teacher_messages: the chat has no user message")
+    ### BEGIN SOLUTION T11
     solution = solution_template.format(demonstration=demonstration) if (demonstration or "").strip() else ""
     remark = feedback_template.format(feedback=feedback) if (feedback or "").strip() else ""
     messages = [dict(m) for m in messages]
@@ -113,6 +116,7 @@ def teacher_messages(
         prompt = messages[last]["content"]
         messages[last]["content"] = template.format(prompt=prompt, solution=solution, feedback=remark)
     return messages
+    ### END SOLUTION
 
 
 def teacher_prompt(encode, messages, demonstration, feedback, max_tokens, **templates):
@@ -216,16 +220,21 @@ class Teacher:
 
     @torch.no_grad()
     def _move(self, source, share):
+        """Each parameter becomes (1 - share) of its own value + share of the source's, in place."""
+        ### BEGIN SOLUTION T12
         for mine, other in zip(self.model.parameters(), source.parameters(), strict=True):
             mine.lerp_(other.to(mine), share)                              # exact at 0 and at 1
+        ### END SOLUTION
 
     def update(self, student):
-        """Follow the student; call it after every optimizer step."""
+        """Follow the student as the kind says (see the header); call it after every optimizer step."""
+        ### BEGIN SOLUTION T12
         self.updates += 1
         if self.kind == "ema":
             self._move(student, self.rate)
         elif self.kind == "restart" and self.updates % self.every == 0:
             self._move(student, 1.0)
+        ### END SOLUTION
 
 
 # ------------------------------------------------------------------------------------------------
@@ -261,15 +270,18 @@ def sdpo_loss(divergence, logps, old_logps, mask, is_clip=2.0, total=None):
     0.3
     """
     mask = mask.bool()
+    ### BEGIN SOLUTION T13
     weights = mask.float() / max(1.0, float(mask.sum() if total is None else total))
     importance = (logps - old_logps).detach().masked_fill(~mask, 0.0).exp()
     importance = torch.ones_like(importance) if is_clip is None else importance.clamp(max=is_clip)
     divergence = divergence.masked_fill(~mask, 0.0)
+    loss = (weights * importance * divergence).sum()
+    ### END SOLUTION
     metrics = {
         "divergence": (weights * divergence.detach()).sum().item(),
         "importance": (weights * importance).sum().item(),
     }
-    return (weights * importance * divergence).sum(), metrics
+    return loss, metrics
 
 
 # ------------------------------------------------------------------------------------------------
