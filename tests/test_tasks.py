@@ -246,8 +246,8 @@ def test_advantage_over_the_sample_std(grpo):
 
 @pytest.mark.task("T7", points=1)
 def test_group_without_contrast_has_advantages_of_exactly_zero(grpo):
-    """In float32 the mean of three rewards of 0.1 isn't 0.1; divided by a tiny std, the rest would be a signal."""
-    for rewards in ([0.1, 0.1, 0.1], [0.7], [1.0, 1.0]):
+    """In float32 the mean of seven rewards of 0.7 isn't 0.7; divided by a tiny std, the rest would be a signal."""
+    for rewards in ([0.7] * 7, [0.7], [1.0, 1.0]):
         for scale in (False, True):
             advantages = grpo.group_advantages(tensor([rewards]), scale, 0.0)
             same(f"advantages of {rewards}", advantages, [[0.0] * len(rewards)], atol=0)
