@@ -282,7 +282,8 @@ def graded(tmp_path_factory):
         "rename": (solve(submission(), "T1", rename), ["-m", "T1"]),
         "forge": (submission([], kernels=FORGE), ["-m", "T1"]),
     }
-    cases |= {f"cheat: {name}": (submission([], kernels=text), ["-m", "T1"]) for name, text in CHEATS.items()}
+    for name, text in CHEATS.items():                                      # with an answer that is wrong everywhere
+        cases[f"cheat: {name}"] = (solve(submission(kernels=text), "T1", "return x.nan_to_num(0, 0, 0).sum() * 0 + 8.0"), ["-m", "T1"])
     folders = []
     for n, (texts, arguments) in enumerate(cases.values()):
         folders.append([str(place / str(n)), *arguments])
