@@ -312,6 +312,7 @@ def grpo_loss(
         raise ValueError("grpo_loss: kl_coef needs ref_logps")
     weights = token_weights(mask, aggregation, total)                      # (N, T)
     mask, A = mask.bool(), advantages.unsqueeze(-1)                        # (N, T), (N, 1)
+    # All (N, T): the ratio; the losses, before the penalty; cut, where a clip stops the gradient.
     ### BEGIN SOLUTION T8
     # Masked before exp: whatever stands in the padding, its ratio is 1.
     log_ratio = (logps - old_logps).masked_fill(~mask, 0.0)

@@ -124,7 +124,7 @@ def token_entropy(logits):
 
 
 def _divergence(s, t, alpha):
-    """D_alpha between log-distributions s and t: (..., K) -> (...). The equation of the header."""
+    """D_alpha between log-distributions s and t, (..., K) -> (...): the header's equation, its two ends first."""
     ### BEGIN SOLUTION T4
     if alpha == 0:
         return (t.exp() * (t - s)).sum(-1)                                # KL(t || s)

@@ -2,6 +2,7 @@
 
     python tests/handout.py OUT                    a handout without the solutions of T1 to T15
     python tests/handout.py OUT --tasks T1,T2      ... without these; the others are given
+    python tests/handout.py OUT --classroom        ... with a workflow that grades it on GitHub Classroom
     python tests/handout.py --check                the handout, its tests and the tests' teeth; prints the mutants
 
 In the five modules a solution stands between two lines, nbgrader's with the task's id:
@@ -147,8 +148,8 @@ Five modules, of which {count} pieces are missing. Each missing piece is a line 
     raise NotImplementedError("{first}: {title}")
 
 Replace it by code that does what the docstring, the comments and the equations at the top of the file
-say. The tasks build on each other in this order; a later one may use an earlier one, never the other
-way round.
+say; where code follows it, define the names which that uses. The tasks build on each other in this
+order; a later one may use an earlier one, never the other way round.
 
 | task | file | what | points here |
 | --- | --- | --- | ---: |
@@ -157,7 +158,7 @@ way round.
 ## Work
 
     python3 -m venv .venv && . .venv/bin/activate && pip install -r requirements.txt
-    python -m pytest -q tests -m {first:<15} one task
+    python -m pytest -q tests -m {first:<14} one task
     python -m pytest -q tests{all}
 
 A failed test names the concept, the shape that was expected and the one it got, and the first wrong
@@ -169,8 +170,8 @@ and give back the same. Large and infinite numbers, masks and empty masks matter
 
 ## Hand in
 
-The files {files}, nothing else. Don't change signatures; tests that you change are
-replaced. With everything in place, the whole project runs on your code:
+The five modules, also those that you didn't change, and nothing else. Don't change signatures; tests
+that you change are replaced. With everything in place, the whole project runs on your code:
 
     python continual.py --config configs/tiny.yaml
 """
@@ -184,7 +185,42 @@ def points(text):
     return sums
 
 
-def write(out, tasks):
+WORKFLOW = """\
+# GitHub Classroom: a step for each task, which earns all of its points or none.
+name: Autograding
+on: [push, workflow_dispatch]
+permissions: {{checks: write, actions: read, contents: read}}
+jobs:
+  autograding:
+    runs-on: ubuntu-latest
+    if: github.actor != 'github-classroom[bot]'
+    steps:
+    - uses: actions/checkout@v4
+    - uses: actions/setup-python@v5
+      with: {{python-version: "3.12"}}
+    - run: pip install torch tqdm pytest --extra-index-url https://download.pytorch.org/whl/cpu
+{steps}
+    - uses: classroom-resources/autograding-grading-reporter@v1
+      env:
+{results}
+      with: {{runners: "{runners}"}}
+"""
+STEP = """\
+    - id: {id}
+      uses: classroom-resources/autograding-command-grader@v1
+      with: {{test-name: "{task} {title}", command: python -m pytest -q tests -m {task}, timeout: 10, max-score: {points:g}}}"""
+
+
+def workflow(tasks, worth):
+    """.github/workflows/classroom.yml for some tasks."""
+    return WORKFLOW.format(
+        steps="\n".join(STEP.format(id=t.lower(), task=t, title=TASKS[t], points=worth[t]) for t in tasks),
+        results="\n".join(f"        {t}_RESULTS: ${{{{steps.{t.lower()}.outputs.result}}}}" for t in tasks),
+        runners=",".join(t.lower() for t in tasks),
+    )
+
+
+def write(out, tasks, classroom=False):
     """Write the student's tree of a handout into the folder `out`, which must be new or empty."""
     out, texts = Path(out), sources()
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
@@ -197,12 +233,14 @@ def write(out, tasks):
         shutil.copyfile(ROOT / name, out / name)
     shutil.copytree(ROOT / "configs", out / "configs", ignore=shutil.ignore_patterns("__pycache__", "*.pyc", "pretrain", ".*"))
     worth = points((ROOT / VISIBLE).read_text(encoding="utf-8"))
-    files = dict.fromkeys(f"`{where[task]}.py`" for task in tasks)
     (out / "README.md").write_text(README.format(
-        count=len(tasks), first=tasks[0], title=TASKS[tasks[0]], files=" and ".join(files),
+        count=len(tasks), first=tasks[0], title=TASKS[tasks[0]],
         all=" " * 19 + "all of them" if len(tasks) == len(TASKS) else f' -m "{" or ".join(tasks)}"',
         table="\n".join(f"| {task} | `{where[task]}.py` | {TASKS[task]} | {worth[task]:g} |" for task in tasks),
     ), encoding="utf-8")
+    if classroom:
+        (out / ".github" / "workflows").mkdir(parents=True)
+        (out / ".github" / "workflows" / "classroom.yml").write_text(workflow(tasks, worth), encoding="utf-8")
 
 
 # ------------------------------------------------------------------------------------------------
@@ -253,7 +291,7 @@ def leaks(folder, texts, tasks):
     }
     found = []
     for file in sorted(folder.rglob("*")):
-        if file.name == "__pycache__" or file.name.startswith((".git", "handout", "mutants", "test_tasks_hidden")) and file.name != ".gitignore":
+        if file.name in (".git", "__pycache__", ".pytest_cache", "handout.py", "mutants.py", Path(HIDDEN).name):
             found.append(f"{file.relative_to(folder)} is in the handout")
         if file.suffix in (".py", ".md", ".yaml", ".txt"):
             for n, line in enumerate(file.read_text(encoding="utf-8").splitlines(), 1):
@@ -323,6 +361,7 @@ def main(argv):
     parser = argparse.ArgumentParser(description="Write a student's copy of this repository, or check what it grades.")
     parser.add_argument("out", nargs="?", help="a new or empty folder")
     parser.add_argument("--tasks", help="the tasks to take out, such as T1,T2; the others are given (all)")
+    parser.add_argument("--classroom", action="store_true", help="add a workflow for GitHub Classroom")
     parser.add_argument("--check", action="store_true", help="check the handout, its tests and the tests' teeth")
     options = parser.parse_args(argv)
     tasks = options.tasks.split(",") if options.tasks is not None else list(TASKS)
@@ -332,7 +371,7 @@ def main(argv):
         if not options.out and not options.check:
             raise HandoutError("name a folder to write to, or --check")
         if options.out:
-            write(options.out, [task for task in TASKS if task in tasks])
+            write(options.out, [task for task in TASKS if task in tasks], options.classroom)
             print(f"wrote {options.out}: {len(set(tasks))} tasks to do")
         wrong = check() if options.check else []
     except HandoutError as e:

@@ -4,6 +4,7 @@ import importlib.util
 import json
 import math
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -106,11 +107,25 @@ def test_a_partial_handout_gives_the_other_solutions(tmp_path, capsys):
             assert ("\n".join(text.splitlines()[start:end]) in left) == (task not in ("T2", "T9"))
     assert stubs == ['raise NotImplementedError("T2: token log-probs")', 'raise NotImplementedError("T9: k3 penalty")']
     readme = (out / "README.md").read_text()
-    assert '-m "T2 or T9"' in readme and "| T1 |" not in readme and "`kernels.py` and `grpo.py`" in readme
+    assert '-m "T2 or T9"' in readme and "| T1 |" not in readme
     for wrong in ("T16", "", "t1", "T1;T2"):
         assert handout.main([str(tmp_path / "other"), "--tasks", wrong]) == 1
         assert f"no task {wrong!r}" in capsys.readouterr().err and not (tmp_path / "other").exists()
     assert handout.main([]) == 1
+
+
+def test_the_workflow_for_github_classroom_has_a_step_for_each_task(tmp_path):
+    """Its reporter looks for ID_RESULTS, in capitals, for each of its runners."""
+    import yaml
+
+    assert handout.main([str(tmp_path / "out"), "--tasks", "T1,T7", "--classroom"]) == 0
+    job = yaml.safe_load((tmp_path / "out" / ".github" / "workflows" / "classroom.yml").read_text())["jobs"]["autograding"]
+    *steps, reporter = job["steps"]
+    graders = {step["id"]: step["with"] for step in steps if "id" in step}
+    assert {i: (w["command"], w["max-score"]) for i, w in graders.items()} == {
+        "t1": ("python -m pytest -q tests -m T1", 4), "t7": ("python -m pytest -q tests -m T7", 4)}
+    assert reporter["with"]["runners"] == "t1,t7"
+    assert reporter["env"] == {"T1_RESULTS": "${{steps.t1.outputs.result}}", "T7_RESULTS": "${{steps.t7.outputs.result}}"}
 
 
 @pytest.mark.parametrize("options", [dict(alpha=0.0), dict(alpha=1.0, topk=3), dict(alpha=0.3, topk=3, tail=False), dict(alpha=0.5)])
@@ -424,3 +439,53 @@ def test_a_handout_is_worked_on_and_graded_end_to_end(tmp_path):
     assert score(rows, *[t for t in TASKS if t not in ("T1", "T7")])[0] == 0 and score(rows)[1] == 90
     missing = [r["output"].removeprefix("NotImplementedError: ") for r in rows if r["tags"][0] not in ("T1", "T7")]
     assert set(missing) == STUBS - {f"{task}: {TASKS[task]}" for task in ("T1", "T5", "T7")}  # T5's tests meet T4's first
+
+
+def blocks(heading):
+    """The bash blocks of one section of the README."""
+    section = (ROOT / "README.md").read_text().split(f"\n## {heading}\n")[1].split("\n## ")[0]
+    return [part.split("```")[0] for part in section.split("```bash\n")[1:]]
+
+
+@pytest.fixture
+def clone(tmp_path):
+    """A copy of the repository, and a shell in it in which only T1 is graded."""
+    ignored = shutil.ignore_patterns(".git", ".venv", "runs", "__pycache__", ".pytest_cache", "pretrain")
+    shutil.copytree(ROOT, tmp_path / "clone", ignore=ignored)
+    path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
+
+    def bash(script, cwd=tmp_path / "clone"):
+        environment = FAST | {"PATH": path, "PYTEST_ADDOPTS": "-m T1"}
+        done = subprocess.run(["bash", "-ec", script], cwd=cwd, env=environment, capture_output=True, text=True, timeout=300)
+        assert done.returncode == 0, done.stderr
+        return done.stdout
+
+    return tmp_path / "clone", bash
+
+
+def test_the_readmes_way_to_grade_plain_folders_works(clone):
+    folder, bash = clone
+    make, plain, _ = blocks("For instructors")
+    bash(make.splitlines()[0])
+    (folder / "submissions").mkdir()
+    handout._tree(folder / "submissions" / "ann", sources())
+    shutil.copytree(folder / "handout", folder / "submissions" / "b o b")
+    assert bash(plain).splitlines()[-2:] == ["submissions/ann.json 6", "submissions/b o b.json 0"]
+
+
+@pytest.mark.skipif(not shutil.which("zip"), reason="zip isn't installed")
+def test_the_readmes_gradescope_archive_grades(clone):
+    """Its grader, unpacked where this process may write."""
+    folder, bash = clone
+    bash(blocks("For instructors")[2])
+    place = folder.parent / "autograder"
+    shutil.unpack_archive(folder / "autograder.zip", place / "source")
+    names = {str(p.relative_to(place / "source")) for p in (place / "source").rglob("*") if p.is_file()}
+    assert names == {"setup.sh", "run_autograder", *(f"tests/{n}.py" for n in ("conftest", "grading", "test_tasks", "test_tasks_hidden"))}
+    (place / "results").mkdir()
+    handout._tree(place / "submission", submission(["T1"]))
+    script = (place / "source" / "run_autograder").read_text()
+    bash(script.replace("/autograder/", f"{place}/").replace("/venv/bin/python", sys.executable), place)
+    results = json.loads((place / "results" / "results.json").read_text())
+    valid(results)
+    assert score(results["tests"]) == (6, 6)
