@@ -21,6 +21,8 @@ group's statistics and its advantage is 0.
 """
 
 import contextlib
+import os
+import sys
 from dataclasses import dataclass
 
 import torch
@@ -349,20 +351,28 @@ def main():
     advantages = group_advantages(rewards)
     loss, metrics = grpo_loss(now, old, advantages.flatten(), mask)
     loss.backward()
-    print('Prompt: "What is 7 + 5?"; four answers, two tokens of each shown. Rewards become advantages:\n')
-    print(f"{'answer':<14}{'reward':>8}{'advantage':>11}   ratio of each token   d loss / d logp")
-    for i, text in enumerate(answers):
-        ratio = (now - old)[i].exp().tolist()
-        grads = now.grad[i].tolist()
-        print(
-            f"{text:<14}{rewards[0, i]:>8.0f}{advantages[0, i]:>11.2f}   "
-            f"{ratio[0]:>8.2f}{ratio[1]:>8.2f}     {grads[0]:>8.3f}{grads[1]:>8.3f}"
-        )
+    print('Prompt: "What is 7 + 5?" A group of four answers; each one\'s advantage is its distance to the mean reward.\n')
+    print(f"{'answer':<14}{'reward':>8}{'advantage':>11}")
+    for text, reward, A in zip(answers, rewards[0].tolist(), advantages[0].tolist()):
+        print(f"{text:<14}{reward:>8.0f}{A:>+11.2f}   {_bar(A)}")
+    print("\nAfter an update two tokens of each are so many times as likely, and the loss pulls at their log-probs:\n")
+    print(f"{'answer':<14}   ratio of each token   d loss / d logp")
+    for text, ratio, grad in zip(answers, (now - old).exp().tolist(), now.grad.tolist()):
+        print(f"{text:<14}   {ratio[0]:>8.2f}{ratio[1]:>8.2f}     {grad[0]:>8.3f}{grad[1]:>8.3f}")
     print(f"\nloss {loss.item():.4f}, share of tokens cut by the clip {metrics['clipped']:.3f}")
     print("A negative gradient raises the log-prob when we descend. The ratio 1.50 is above 1 + 0.28 with a")
     print("positive advantage, so that token is clipped: its gradient is 0. So is 0.67, below 1 - 0.2.")
     equal = group_advantages(torch.tensor([[1.0, 1.0, 1.0, 1.0]]))
     print(f"All four right, advantages {equal.tolist()[0]}: a group without a contrast teaches nothing.")
+
+
+def _bar(advantage, width=10):
+    """An advantage as a bar to the left (red) or right (green) of a line; colours where a terminal wants them."""
+    length = round(width * min(1.0, abs(advantage)))
+    left, right = ("#" * length, "") if advantage < 0 else ("", "#" * length)
+    colours = sys.stdout.isatty() and not os.environ.get("NO_COLOR")
+    paint = lambda code, text: f"\033[{code}m{text}\033[0m" if colours and text else text  # noqa: E731
+    return f"{' ' * (width - len(left))}{paint(31, left)}|{paint(32, right)}"
 
 
 if __name__ == "__main__":

@@ -1,0 +1,71 @@
+"""What `python grpo.py` and `python sdpo.py` show: the same words with and without colour, and true drawings."""
+
+import contextlib
+import io
+import re
+import time
+
+import pytest
+
+import grpo
+import sdpo
+
+COLOUR = re.compile(r"\033\[\d+m")
+
+
+@pytest.fixture(scope="module")
+def shown():
+    """{(module, terminal): output}; terminals: none, a colour one, one whose user wants no colour."""
+    texts = {}
+    for module in (grpo, sdpo):
+        for terminal in ("none", "colour", "plain"):
+            with pytest.MonkeyPatch.context() as patch:
+                patch.delenv("NO_COLOR", raising=False)
+                if terminal == "plain":
+                    patch.setenv("NO_COLOR", "1")
+                with contextlib.redirect_stdout(io.StringIO()) as lines:
+                    patch.setattr(lines, "isatty", lambda: terminal != "none")
+                    start = time.process_time()
+                    module.main()
+                    assert time.process_time() - start < 10
+                texts[module.__name__, terminal] = lines.getvalue()
+    return texts
+
+
+@pytest.mark.parametrize("module", ["grpo", "sdpo"])
+def test_colour_is_for_terminals_that_want_it_and_changes_no_word(shown, module):
+    plain = shown[module, "none"]
+    assert not COLOUR.search(plain) and shown[module, "plain"] == plain
+    assert COLOUR.search(shown[module, "colour"]) and COLOUR.sub("", shown[module, "colour"]) == plain
+
+
+def test_each_siblings_advantage_is_a_bar_on_its_side(shown):
+    bars = re.findall(r"^.{14} +([01]) +([+-]\d\.\d\d)   ( *)(#*)\|(#*)$", shown["grpo", "none"], re.MULTILINE)
+    assert [(reward, advantage) for reward, advantage, *_ in bars] == [("1", "+0.50"), ("0", "-0.50")] * 2
+    for _, advantage, space, left, right in bars:
+        assert len(space) + len(left) == 10                                # the line in the middle stands still
+        assert (len(left), len(right)) == ((0, 5) if float(advantage) > 0 else (5, 0))
+
+
+def test_the_inserted_demonstration_is_marked_and_the_question_is_not(shown):
+    text = shown["sdpo", "none"]
+    asked, taught = text.split("the same model, is asked")
+    question = [line for line in asked.split("and answered")[0].splitlines() if line.startswith("    ")]
+    taught = taught.split("\nBoth read")[0].splitlines()[2:]
+    assert question and taught[: len(question)] == question
+    marked = [line for line in taught[len(question):] if line]
+    assert all(line.startswith("  +") for line in marked)
+    assert "  + Correct solution:" in marked and "  + Correctly solve the original question." in marked
+
+
+def test_each_tokens_divergence_hangs_under_it_in_its_length(shown):
+    """The column's length against the number in the table, and as many columns as there are lengths above 0."""
+    text = shown["sdpo", "none"]
+    drawing = text.split("a row for 0.05 nats.\n\n")[1].split("\n\n")[0].splitlines()
+    table = re.findall(r"^(\S+) +[\d.]+ +[\d.]+ +(\d\.\d{4})$", text, re.MULTILINE)
+    words, rows = drawing[0], drawing[1:]
+    depth = {m.start(): sum(row[m.start():m.start() + 1] == "#" for row in rows) for m in re.finditer(r"\S+", words)}
+    lengths = sorted((d for d in depth.values() if d), reverse=True)
+    assert len(table) == 5 and lengths == sorted((n for _, d in table if (n := round(float(d) / 0.05))), reverse=True) != []
+    deepest = words[max(depth, key=depth.get):].split()[0]
+    assert deepest == max(table, key=lambda row: float(row[1]))[0]
