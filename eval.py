@@ -12,6 +12,11 @@ verdict. After each stage the model is measured on every task, which fills the m
     relative           100 (R[i][j] - R[0][j]) / R[0][j]
     pass@k             1 - C(n - c, k) / C(n, k), c right of n samples        (Chen et al. 2021)
 
+How far a stage moved a weight matrix W = U diag(s) V^T:
+
+    spectral shift     |s1 - s0| / |s0|, of the singular values before (0) and after (1)
+    principal angles   of the top-k left singular vectors: their cosines are the singular values of U0^T U1
+
 Where we differ from the official code, on purpose: the last balanced box of the whole response is
 read (there the last 100 characters); a tool call is compared as a pair of name and arguments (there
 all arguments are merged into one dictionary; `paper_scoring` brings that back); the code block that
@@ -625,7 +630,8 @@ def continual_metrics(R):
 def principal_angles(U, V):
     """Angles in degrees, ascending, between the column spaces of orthonormal U, V (n, k): (k,).
 
-    Small angles come from their sines: in float32 an arccosine knows nothing below 0.02 degrees.
+    Their cosines are the singular values of U^T V, their sines those of the part of V outside U.
+    Both are needed: in float32 an arccosine alone knows nothing below 0.02 degrees.
     """
     ### BEGIN SOLUTION T15
     cosines = torch.linalg.svdvals(U.T @ V).clamp(max=1.0)

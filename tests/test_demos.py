@@ -1,15 +1,20 @@
-"""What `python grpo.py` and `python sdpo.py` show: the same words with and without colour, and true drawings."""
+"""What teaches: the modules' demos show true drawings, the same with and without colour; the README's path holds."""
 
 import contextlib
+import doctest
+import importlib
 import io
 import re
 import time
+from pathlib import Path
 
 import pytest
 
 import grpo
 import sdpo
+from grading import TASKS
 
+ROOT = Path(__file__).resolve().parent.parent
 COLOUR = re.compile(r"\033\[\d+m")
 
 
@@ -69,3 +74,34 @@ def test_each_tokens_divergence_hangs_under_it_in_its_length(shown):
     assert len(table) == 5 and lengths == sorted((n for _, d in table if (n := round(float(d) / 0.05))), reverse=True) != []
     deepest = words[max(depth, key=depth.get):].split()[0]
     assert deepest == max(table, key=lambda row: float(row[1]))[0]
+
+
+# ---- the README's reading path -----------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def steps():
+    """The numbered steps of the path, as texts."""
+    section = (ROOT / "README.md").read_text().split("\n## From the token KL to the collapse, in one sitting\n")[1].split("\n## ")[0]
+    return re.split(r"^\d+\. ", section, flags=re.MULTILINE)[1:]
+
+
+def test_the_readmes_examples_run():
+    result = doctest.testfile(str(ROOT / "README.md"), module_relative=False)
+    assert result.failed == 0 and result.attempted > 20
+
+
+def test_each_step_of_the_path_names_what_there_is(steps):
+    """A function, an equation, an example or a command; and tests and tasks, but for the last, which is a run."""
+    tests = set(re.findall(r"^def (test_\w+)", "".join(p.read_text() for p in (ROOT / "tests").glob("test_*.py")), re.MULTILINE))
+    asked = []
+    for step in steps:
+        functions = re.findall(r"`(kernels|grpo|sdpo|eval|continual)\.(\w+)`", step)
+        assert functions and all(hasattr(importlib.import_module(module), name) for module, name in functions), step
+        scripts = re.findall(r"`python\s+(\w+\.py)", step)
+        assert all((ROOT / script).exists() for script in scripts) and (scripts or ">>> " in step), step
+        assert set(re.findall(r"\btest_\w+", step)) <= tests, step
+        if step is not steps[-1]:
+            assert re.search(r"`[^`]+[-+/(|][^`]*`", step) and "Pinned by `test_" in step.replace("pinned", "Pinned").replace("\n   ", " "), step
+            asked += re.findall(r"\bT\d+\b", step)
+    assert sorted(asked) == sorted(TASKS)
