@@ -157,7 +157,8 @@ class Variant:
 class Config:
     model: str                                                 # folder or hub id of the base
     out_dir: str                                               # the run's folder
-    tasks: list[TaskSpec]                                      # the sequence; see eval.TaskSpec
+    tasks: list[TaskSpec]                                      # the sequence; see eval.TaskSpec and `_task` below
+    ood: list[TaskSpec] = field(default_factory=list)          # out of distribution: measured like the tasks, never trained on
     method: Literal["grpo", "sdpo", "sft"] = "grpo"            # what turns responses into a gradient
     variants: list[Variant] = field(default_factory=list)      # run one after another from the same base
     seed: Annotated[int, NOT_NEGATIVE] = 0                     # of all randomness
@@ -190,8 +191,9 @@ def _build(hint, value, key):
         if value is not None and not test(value):
             raise ConfigError(f"{key}: {value!r} isn't allowed; it must be {words}")
         return value
-    if isinstance(hint, types.UnionType):                                  # X | None
-        return None if value in (None, "null") else _build(hint.__args__[0], value, key)
+    if isinstance(hint, types.UnionType):                                  # X | None, X | list[X] | None
+        kind = next((k for k in hint.__args__ if isinstance(value, list) and typing.get_origin(k) is list), hint.__args__[0])
+        return None if value in (None, "null") else _build(kind, value, key)
     if isinstance(value, _Raw):
         try:
             value = str(value) if hint is str or typing.get_origin(hint) is Literal else yaml.safe_load(value)
@@ -234,9 +236,9 @@ def _build_dataclass(kind, value, key):
 
 def _check_whole(c):
     """What one value means for another. Raises ConfigError naming the key to change."""
-    tasks, variants, sdpo = [t.name for t in c.tasks], [v.name for v in c.variants], c.method == "sdpo"
+    tasks, variants, sdpo = [t.name for t in c.tasks + c.ood], [v.name for v in c.variants], c.method == "sdpo"
     rules = [
-        (tasks, "tasks: at least one is needed"),
+        (c.tasks, "tasks: at least one is needed"),
         (len(set(tasks)) == len(tasks), f"tasks: the names {tasks} must differ"),
         (len(set(variants)) == len(variants), f"variants: the names {variants} must differ"),
         (c.method == "sft" or c.group_size >= 2,
@@ -282,20 +284,47 @@ def _set(tree, dotted, value):
         tree[last] = value
 
 
+def _beside(path, folder):
+    """A relative file that doesn't exist here but does in `folder` is meant to be that one."""
+    return str(Path(folder) / path) if path and not Path(path).exists() and (Path(folder) / path).exists() else path
+
+
 def _locate(config, folder):
-    """Relative files that don't exist here but do beside the config file are meant to be those."""
-
-    def beside(path):
-        return str(Path(folder) / path) if path and not Path(path).exists() and (Path(folder) / path).exists() else path
-
-    config.model, config.sdpo.init_from = beside(config.model), beside(config.sdpo.init_from)
-    for task in config.tasks:
-        task.path, task.test_path = beside(task.path), beside(task.test_path)
+    """Find the files that a config names, here or beside it."""
+    config.model, config.sdpo.init_from = _beside(config.model, folder), _beside(config.sdpo.init_from, folder)
+    specs = [*config.tasks, *config.ood]
+    for task in specs:
+        task.path, task.test_path, task.join = (_beside(p, folder) for p in (task.path, task.test_path, task.join))
+        specs += task.test
     for variant in config.variants:
         for key in variant.set:
-            if key.rpartition(".")[2] in ("model", "init_from", "path", "test_path"):
-                variant.set[key] = beside(variant.set[key])
+            if key.rpartition(".")[2] in ("model", "init_from", "path", "test_path", "join"):
+                variant.set[key] = _beside(variant.set[key], folder)
     return config
+
+
+def _task(entry, folder, key):
+    """An entry of `tasks`, `ood` or a task's `test` as a mapping of TaskSpec's fields.
+
+    It may be the name of a task file, or {file: its name, and what is to differ from it}. Files that an
+    entry names are relative to the file in which it stands. Raises ConfigError naming `key`.
+    """
+    entry = {"file": entry} if isinstance(entry, str) else entry
+    if not isinstance(entry, dict):
+        return entry                                                       # _build says what is wrong with it
+    name, entry = entry.get("file"), {k: v for k, v in entry.items() if k != "file"}
+    if isinstance(entry.get("test"), list):
+        entry["test"] = [_task(t, folder, f"{key}.test.{i}") for i, t in enumerate(entry["test"])]
+    if name is None:
+        return entry | {k: _beside(entry[k], folder) for k in ("path", "test_path", "join") if isinstance(entry.get(k), str)}
+    file = Path(folder) / str(name)
+    try:
+        tree = yaml.safe_load(file.read_text(encoding="utf-8"))
+    except (OSError, UnicodeDecodeError, yaml.YAMLError) as e:
+        raise ConfigError(f"{key}.file: can't read {file}: {one_line(e)}") from None
+    if not isinstance(tree, dict) or "file" in tree:
+        raise ConfigError(f"{key}.file: {file} must be a mapping of a task's settings, without another file")
+    return _task(tree, file.parent, key) | entry
 
 
 def make_config(tree, folder="."):
@@ -319,6 +348,9 @@ def load_config(path, overrides=()):
     """
     try:
         tree = yaml.safe_load(Path(path).read_text(encoding="utf-8"))
+        for name in ("tasks", "ood"):                                      # first, so that overrides reach into task files
+            if isinstance(tree, dict) and isinstance(tree.get(name), list):
+                tree[name] = [_task(t, Path(path).parent, f"{name}.{i}") for i, t in enumerate(tree[name])]
         for text in overrides:
             key, equals, value = text.partition("=")
             if not equals:
@@ -328,6 +360,8 @@ def load_config(path, overrides=()):
             except (AttributeError, IndexError, TypeError, ValueError):
                 raise ConfigError(f"override {text!r}: the file has no such place") from None
         return make_config(tree, Path(path).parent)
+    except RecursionError:
+        raise ConfigError(f"{path}: tasks: a task file names itself among its tests") from None
     except (OSError, UnicodeDecodeError, yaml.YAMLError) as e:
         raise ConfigError(f"{path}: can't read it: {one_line(e)}") from None
     except ConfigError as e:
@@ -345,7 +379,7 @@ def variant_config(config, variant):
         tree["out_dir"] = str(Path(config.out_dir) / variant.name)
         made = _build(Config, tree, "")
         _check_whole(made)
-        if [t.name for t in made.tasks] != [t.name for t in config.tasks]:
+        if [t.name for t in made.tasks + made.ood] != [t.name for t in config.tasks + config.ood]:
             raise ConfigError("tasks: a variant can't change their names or order, or the comparison would be of other things")
     except (AttributeError, IndexError, TypeError) as e:
         raise ConfigError(f"variant {variant.name}: {one_line(e)}") from None
@@ -396,21 +430,22 @@ def load_tokenizer(config):
 
 
 def load_tasks(config, tokenizer, say=print):
-    """All tasks of the sequence, without what is longer than allowed. Raises ConfigError."""
+    """All tasks of the sequence, then those out of distribution, without what is longer than allowed. Raises ConfigError."""
 
     def too_long(example):
         if len(encode(tokenizer, example.messages, **config.rollout.chat_template)) > config.max_prompt_tokens:
             return "over max_prompt_tokens"
-        if config.method == "sft" and len(tokenizer.encode(example.reference, add_special_tokens=False)) >= config.max_new_tokens:
+        reference = example.reference if config.method == "sft" else None     # test sets of their own may have none
+        if reference and len(tokenizer.encode(reference, add_special_tokens=False)) >= config.max_new_tokens:
             return "with a reference over max_new_tokens"
 
     tasks = []
-    for spec in config.tasks:
+    for i, spec in enumerate(config.tasks + config.ood):
         try:
-            task = load_task(spec)
+            task = load_task(spec, evaluate_only=i >= len(config.tasks))
         except ValueError as e:
             raise ConfigError(str(e)) from None
-        for part, examples in (("training", task.train), ("test", task.test)):
+        for part, examples in (("training", task.train), ("test", task.test))[i >= len(config.tasks):]:
             try:
                 reasons = [too_long(e) for e in examples]
             except Exception as e:  # chat templates raise what they like, e.g. at a system message
@@ -839,17 +874,23 @@ def claim_folder(config, folder):
 # ------------------------------------------------------------------------------------------------
 
 
-def measure(model, tokenizer, tasks, config, stop=lambda: None):
-    """One row of the matrix and its details: accuracy on every task, from the same seeds each time."""
+def measure(model, tokenizer, tasks, config, answers, stop=lambda: None):
+    """One row of the matrix and its details: accuracy on every task, from the same seeds each time.
+
+    Args:
+        answers: where the answers are kept, as FOLDER/LABEL; the label says whose weights these are. What is
+            there already isn't asked again.
+    """
     row, details = [], {}
     options = dataclasses.asdict(config.eval) | {"max_new_tokens": config.eval.max_new_tokens or config.max_new_tokens}
+    weights = f"{answers.name}, from {config.model}, {config.optim.compute_dtype}"
     for task in tasks:
         with autocast(model.device, config):
             found = accuracy(
-                model, tokenizer, task, seed=step_seed(config.seed, "evaluate", task.spec.name),
-                template=config.rollout.chat_template, progress=True, **options,
+                model, tokenizer, task, seed=step_seed(config.seed, "evaluate", task.spec.name), progress=True,
+                template=config.rollout.chat_template, file=answers.with_name(f"{answers.name}-{task.spec.name}.jsonl"),
+                weights=weights, after_batch=stop, **options,
             )
-        stop()
         row.append(found["accuracy"])
         details[task.spec.name] = {k: v for k, v in found.items() if k not in ("rewards", "responses")}
     return row, details
@@ -858,11 +899,11 @@ def measure(model, tokenizer, tasks, config, stop=lambda: None):
 def base_row(model, tokenizer, tasks, config, folder):
     """The base's row, measured once for all variants that ask it the same questions."""
     file, tree = Path(folder) / "base.json", dataclasses.asdict(config)
-    asked = {k: tree[k] for k in ("model", "tasks", "eval", "seed", "max_new_tokens", "max_prompt_tokens", "rollout")}
+    asked = {k: tree[k] for k in ("model", "tasks", "ood", "eval", "seed", "max_new_tokens", "max_prompt_tokens", "rollout")}
     asked = json.loads(json.dumps(asked | {"compute_dtype": config.optim.compute_dtype}, default=str))
     if file.exists() and (noted := json.loads(file.read_text(encoding="utf-8")))["asked"] == asked:
         return noted["row"]
-    row, details = measure(model, tokenizer, tasks, config)
+    row, details = measure(model, tokenizer, tasks, config, Path(folder) / "answers" / "base")
     write_whole(file, json.dumps({"asked": asked, "row": row, "details": details}))
     return row
 
@@ -986,7 +1027,8 @@ def run_variant(config, folder, shared, loaded, label, say=print):
     if device == "cuda" and not torch.cuda.is_available():
         raise ConfigError("device: 'cuda' isn't allowed here: PyTorch finds no CUDA device; auto takes the CPU")
     tokenizer = load_tokenizer(config)
-    key = repr((config.model, config.tasks, config.max_prompt_tokens, config.rollout.chat_template, config.method == "sft"))
+    read = config.tasks, config.ood, config.max_prompt_tokens, config.rollout.chat_template, config.method == "sft"
+    key = repr((config.model, read))
     loaded[key] = tasks = loaded.get(key) or load_tasks(config, tokenizer, say)
     model = load_model(config.model, config, device)
     check_model(config, model, device)
@@ -1015,17 +1057,24 @@ def run_variant(config, folder, shared, loaded, label, say=print):
 
         while state["stage"] <= K:
             stage, task = state["stage"], tasks[state["stage"] - 1]
+            if state["step"] < (task.spec.steps or config.stage_steps):    # answers of weights that are yet to be made again
+                for old in (folder / "answers").glob("stage-*"):
+                    if int(old.name.split("-")[1]) >= stage:
+                        old.unlink()
             train_stage(model, tokenizer, task, config, state, place, folder, label, stop)
             place = None
             save_model(folder, f"stage-{stage}-{task.spec.name}", model, tokenizer)
-            row, details = measure(model, tokenizer, tasks, config, stop)
-            rows = [*state["rows"], row]
+            row, details = measure(model, tokenizer, tasks, config, folder / "answers" / f"stage-{stage}", stop)
+            rows = [*state["rows"], row]                                   # of the tasks, then of those out of distribution
             write_whole(folder / f"evaluation-{stage}.json", json.dumps(details, indent=1))
-            write_whole(matrix_file, json.dumps({"tasks": names, "rows": rows, "metrics": continual_metrics(rows)}, indent=1))
+            matrix = {"tasks": names, "rows": [r[:K] for r in rows], "metrics": continual_metrics([r[:K] for r in rows])}
+            if config.ood:
+                matrix["ood"] = {"tasks": [t.name for t in config.ood], "rows": [r[K:] for r in rows]}
+            write_whole(matrix_file, json.dumps(matrix, indent=1))
             state = {"stage": stage + 1, "step": 0, "rows": rows, "lines": state["lines"]}
             save_checkpoint(folder, state, config.keep_checkpoints, model)
             stop()
-    return state["rows"]
+    return [r[:K] for r in state["rows"]]
 
 
 def run(config, say=print):

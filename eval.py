@@ -26,12 +26,17 @@ defines what the tests call is run (there the longest); and there is a matrix at
 """
 
 import atexit
+import base64
 import csv
 import functools
+import hashlib
 import inspect
+import itertools
 import json
 import math
 import os
+import pickletools
+import random
 import re
 import select
 import signal
@@ -40,6 +45,7 @@ import subprocess
 import sys
 import threading
 import time
+import zlib
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Literal
@@ -73,25 +79,33 @@ class TaskSpec:
     """
 
     name: str                           # short, used in folders and tables
-    path: str                           # a hub id, or a .json, .jsonl, .parquet or .csv file
-    verifier: Literal["math", "mcq", "mcq_boxed", "tool", "code", "exact"]
-    subset: str | None = None           # the hub's configuration name
+    path: str                           # a hub id, or a .json, .jsonl, .parquet or .csv file, here or at a URL
+    verifier: Literal["math", "mcq", "mcq_boxed", "tool", "tool_allowed", "code", "exact"]
+    subset: str | list[str] | None = None  # the hub's configuration name, or several to be read one after another
     split: str = "train"                # the hub's split
     revision: str | None = None         # a commit of the hub's repository, so that rows can't change
-    test_path: str | None = None        # file or hub id of the test rows
-    test_split: str | None = None       # or another split of a hub dataset; neither: `test_share` is held out
+    columns: list[str] = field(default_factory=list)  # the hub's columns to stream; the others are never fetched
+    join: str | None = None             # a second file: its columns are added to the rows of the same id
+    decoder: Literal["none", "bfcl", "lcb"] = "none"  # code that unpacks a row; see DECODERS
+    test: "list[TaskSpec]" = field(default_factory=list)  # the test rows are all rows of these
+    test_path: str | None = None        # or those of this file or hub id
+    test_split: str | None = None       # or of another split of a hub dataset; none of these: `test_share` is held out
     test_share: Annotated[float, PROPER_SHARE] = 0.1  # of the rows, after a fixed shuffle
-    where: dict = field(default_factory=dict)  # column: a value, or a list of allowed values
+    where: dict = field(default_factory=dict)  # column: a value, a list of allowed values, or {match: regular expression}
     system: str | None = None           # template of the system message
     prompt: str = "{prompt}"            # template of the user message; {options}: the rendered options
-    options: str | None = None          # mcq: column with the list of option texts (labels A, B, ...)
+    remove: str | None = None           # regular expression: what of the user message is left out
+    options: str | list[str] | None = None  # mcq: the column of the option texts (labels A, B, ...), or their columns, shuffled
     option_line: str = "{label}: {text}"  # template of one rendered option
     answer: str = "answer"              # column of the gold answer
     answer_pattern: str | None = None   # regular expression; its first group is the answer
+    answer_is: Literal["label", "index", "text"] = "label"  # mcq: the option's label, its place from 0, or its text
     tests: str = "tests"                # code: column of the tests, a list or its JSON
+    prelude: str = ""                   # code: lines put before every program
+    time_limit: Annotated[float, POSITIVE] = 1.0  # code: seconds for a test, and ten times that for all of them
     reference: str | None = None        # template of a right response, which SFT learns from
     train_limit: Annotated[int | None, AT_LEAST_1] = None  # the first so many of the shuffled rows
-    test_limit: Annotated[int | None, AT_LEAST_1] = None   # the first so many test rows
+    test_limit: Annotated[int | None, AT_LEAST_1] = None   # the first so many test rows; those of `path` are shuffled too
     steps: Annotated[int | None, AT_LEAST_1] = None        # this stage's steps, in place of stage_steps
     lr: Annotated[float | None, POSITIVE] = None           # this stage's learning rate, in place of lr
     paper_scoring: bool = False         # tool: the official, merged comparison
@@ -106,6 +120,8 @@ class Example:
     answer: str
     tests: list = field(default_factory=list)
     reference: str | None = None
+    prelude: str = ""
+    time_limit: float = 1.0
 
 
 @dataclass
@@ -144,12 +160,17 @@ def is_file(path):
     return Path(path).suffix.lower() in (".json", ".jsonl", ".csv", ".parquet")
 
 
-def read_rows(path, subset=None, split="train", revision=None):
-    """Rows of a local file or a hub dataset, as dicts.
+def read_rows(path, subset=None, split="train", revision=None, columns=()):
+    """Rows of a file or a hub dataset: an iterable of dicts.
 
+    A file may be at a URL, https://... or hf://datasets/OWNER/NAME@REVISION/FILE; it is fetched once.
     .json may hold one array or one object a line: the official code ships both under that name.
     """
     suffix = Path(path).suffix.lower()
+    if "://" in path:
+        import datasets
+
+        path = datasets.DownloadManager().download(path)
     if suffix in (".json", ".jsonl"):
         text = Path(path).read_text(encoding="utf-8-sig")
         if text.lstrip()[:1] == "[":
@@ -161,8 +182,57 @@ def read_rows(path, subset=None, split="train", revision=None):
     import datasets  # slow to import, and not needed for the formats above
 
     if suffix == ".parquet":
-        return datasets.Dataset.from_parquet(str(path)).to_list()
-    return datasets.load_dataset(path, subset, split=split, revision=revision).to_list()
+        return datasets.Dataset.from_parquet(str(path))
+    how = {"columns": list(columns), "streaming": True} if columns else {}
+    subsets = subset if isinstance(subset, list) else [subset]
+    return itertools.chain.from_iterable(
+        datasets.load_dataset(path, name, split=split, revision=revision, **how) for name in subsets)
+
+
+def _bfcl(row):
+    """The Berkeley leaderboard's functions as one text, and its answer [{name: {argument: allowed values}}] as calls."""
+    tools, calls = [], []
+    for function in row["function"]:
+        needed = function["parameters"].get("required", [])
+        arguments = {name: f"{of.get('type', 'any')}{'' if name in needed else ' (optional)'}. {of.get('description', '')}"
+                     for name, of in function["parameters"]["properties"].items()}
+        tools.append(f"{function['name']}: {function['description']}\nParameters: {json.dumps(arguments)}\n"
+                     "Output: Successful response.\n - Format: application/json")
+    for call in row["ground_truth"]:
+        calls += [{"Action": name, "Action_Input": allowed} for name, allowed in call.items()]
+    return {"tools": "\n".join(tools), "answer": json.dumps(calls)}
+
+
+def _pickled_text(data):
+    """The text in a pickle that holds one text and nothing else. Its opcodes are read; it is never run."""
+    texts, names = [], {"PROTO", "FRAME", "PUT", "BINPUT", "LONG_BINPUT", "MEMOIZE", "STOP"}
+    for opcode, value, _ in pickletools.genops(data):
+        if opcode.name in ("UNICODE", "SHORT_BINUNICODE", "BINUNICODE", "BINUNICODE8"):
+            texts.append(value)
+        elif opcode.name not in names:
+            raise ValueError(f"a pickle with {opcode.name}, where only a text is allowed")
+    if len(texts) != 1:
+        raise ValueError(f"a pickle of {len(texts)} texts, where one is allowed")
+    return texts[0]
+
+
+def _lcb(row):
+    """LiveCodeBench's private tests, JSON as it is or in base64, zlib and pickle, and its starter code as a request."""
+    tests, start = row["private_test_cases"], row["starter_code"]
+    if not tests.lstrip().startswith("["):
+        try:
+            data = zlib.decompressobj().decompress(base64.b64decode(tests, validate=True), 1 << 30)
+        except zlib.error as e:
+            raise ValueError(f"private tests: {e}") from None
+        tests = _pickled_text(data)
+    name = json.loads(row["metadata"] or "{}").get("func_name")
+    tests = [{k: t[k] for k in ("input", "output")} | ({"fn_name": name} if t["testtype"] == "functional" else {})
+             for t in json.loads(tests)]
+    signature = f"\n\nYour solution should have the following signature: ```python\n{start}\n```" if start.strip() else ""
+    return {"tests": tests, "signature": signature}
+
+
+DECODERS = {"none": lambda row: {}, "bfcl": _bfcl, "lcb": _lcb}  # row -> columns to add
 
 
 def _is_prepared(row):
@@ -171,7 +241,12 @@ def _is_prepared(row):
 
 
 def _matches(row, where):
-    return all(column(row, c) in (v if isinstance(v, list) else [v]) for c, v in where.items())
+    def fits(value, wanted):
+        if isinstance(wanted, dict):
+            return re.search(wanted["match"], str(value)) is not None
+        return value in (wanted if isinstance(wanted, list) else [wanted])
+
+    return all(fits(column(row, c), wanted) for c, wanted in where.items())
 
 
 def _gold(row, spec):
@@ -184,19 +259,38 @@ def _gold(row, spec):
     return answer
 
 
+def _option_texts(row, spec, index):
+    """The options of a row, in the order in which they're shown."""
+    if isinstance(spec.options, str):
+        return column(row, spec.options)
+    texts = [str(column(row, name)).strip() for name in spec.options]
+    random.Random(index).shuffle(texts)                                       # as columns, the right one always comes first
+    return texts
+
+
+def _label(answer, spec, texts):
+    """The label of the option whose place or text is `answer`; "" if there isn't exactly one."""
+    if texts is None:
+        raise ValueError(f"answer_is: {spec.answer_is} needs options")
+    known = [str(text).strip() if spec.answer_is == "text" else str(i) for i, text in enumerate(texts)]
+    return string.ascii_uppercase[known.index(answer)] if known.count(answer) == 1 else ""
+
+
 def _example(row, spec, index):
     """One row -> Example, or the reason (str) why nobody could grade it. Raises ValueError."""
-    fill, labels = _Template().format, None
+    fill, labels, texts = _Template().format, None, None
     if _is_prepared(row):
         spec = TaskSpec(spec.name, spec.path, spec.verifier, system="{system}" if row.get("system") else None,
-                        reference=spec.reference)
+                        reference=spec.reference, prelude=spec.prelude, time_limit=spec.time_limit)
+    row = row | DECODERS[spec.decoder](row)
     if spec.options:
-        texts = column(row, spec.options)
+        texts = _option_texts(row, spec, index)
         labels = list(string.ascii_uppercase[: len(texts)])
         lines = [spec.option_line.format(label=a, text=t) for a, t in zip(labels, texts)]
         row = row | {"options": "\n".join(lines)}
     messages = [{"role": "system", "content": fill(spec.system, **row)}] if spec.system else []
-    messages.append({"role": "user", "content": fill(spec.prompt, **row)})
+    content = fill(spec.prompt, **row)
+    messages.append({"role": "user", "content": re.sub(spec.remove, "", content) if spec.remove else content})
     answer, tests = "", []
     if spec.verifier == "code":
         tests = column(row, spec.tests)
@@ -207,16 +301,19 @@ def _example(row, spec, index):
             raise ValueError("a test must be a text or a mapping")
     elif not (answer := _gold(row, spec)):
         return "without an answer"
+    if spec.answer_is != "label" and not (answer := _label(answer, spec, texts)):
+        return "with an answer that isn't one of the options"
     if spec.verifier in ("mcq", "mcq_boxed"):
         if labels is None:                                                    # read off the prompt, if it lists any
             listed = re.findall(r"^([A-Z])[:.)]\s", messages[-1]["content"], re.MULTILINE)
             labels = listed if len(listed) > 1 and "".join(listed) == string.ascii_uppercase[: len(listed)] else None
         if labels is not None and answer not in labels:
             raise ValueError(f"the gold answer {answer!r} isn't one of the options {', '.join(labels)}")
-    if spec.verifier == "tool" and gold_calls(answer) is None:
+    if spec.verifier in ("tool", "tool_allowed") and gold_calls(answer) is None:
         return "with a gold call that isn't JSON"
     reference = fill(spec.reference, **row) if spec.reference else None
-    return Example(str(row.get("idx", row.get("id", index))), messages, answer, tests, reference)
+    id = str(row.get("idx", row.get("id", index)))
+    return Example(id, messages, answer, tests, reference, spec.prelude, spec.time_limit)
 
 
 def _examples(rows, spec, dropped):
@@ -240,11 +337,22 @@ def one_line(error):
     return text if type(error) is ValueError and text else f"{type(error).__name__}: {text}"
 
 
-def load_task(spec):
+def _read(spec, path, split):
+    """The rows of a spec, its second file's columns added. Raises ValueError: one line."""
+    try:
+        added = {row["id"]: row for row in read_rows(spec.join)} if spec.join else {}
+        for row in read_rows(path, spec.subset, split, spec.revision, spec.columns):
+            yield row | added[row["id"]] if spec.join else row
+    except Exception as e:  # the hub's and the parsers' errors have no common base
+        raise ValueError(f"task {spec.name}: can't read {path}: {one_line(e)}") from None
+
+
+def load_task(spec, evaluate_only=False):
     """Read a task's rows into training and test examples.
 
     Args:
-        spec: TaskSpec, or a dict of its fields.
+        spec: TaskSpec, or a dict of its fields. evaluate_only: nothing is trained on, so where the spec
+            names no test rows, all its rows are.
     Returns:
         Task. Rows that nobody could grade are left out and counted; so are prompts that were asked
         before, and training rows whose prompt is also a test prompt.
@@ -253,30 +361,37 @@ def load_task(spec):
             options, an unreadable file, an empty task.
     """
     spec = TaskSpec(**spec) if isinstance(spec, dict) else spec
-    dropped = {}
-
-    def read(path, split):
-        try:
-            return read_rows(path, spec.subset, split, spec.revision)
-        except Exception as e:  # the hub's and the parsers' errors have no common base
-            raise ValueError(f"task {spec.name}: can't read {path}: {one_line(e)}") from None
-
-    train = _examples(read(spec.path, spec.split), spec, dropped)
-    order = torch.randperm(len(train), generator=torch.Generator().manual_seed(42)).tolist()
-    train = [train[i] for i in order]
-    if spec.test_path or (spec.test_split and not is_file(spec.path)):
-        test = _examples(read(spec.test_path or spec.path, spec.test_split or spec.split), spec, dropped)
+    dropped, train = {}, []
+    elsewhere = spec.test or spec.test_path or (spec.test_split and not is_file(spec.path))
+    if not (evaluate_only and elsewhere):
+        rows = _examples(_read(spec, spec.path, spec.split), spec, dropped)
+        train = [rows[i] for i in torch.randperm(len(rows), generator=torch.Generator().manual_seed(42)).tolist()]
+    if spec.test:
+        test = _gathered(spec, dropped)
+    elif elsewhere:
+        test = _examples(_read(spec, spec.test_path or spec.path, spec.test_split or spec.split), spec, dropped)
     else:
-        held = max(1, round(spec.test_share * len(train)))
+        held = len(train) if evaluate_only else max(1, round(spec.test_share * len(train)))
         test, train = train[:held], train[held:]
     asked = {json.dumps(e.messages) for e in test}
     kept = [e for e in train if json.dumps(e.messages) not in asked]
     if len(kept) < len(train):
         dropped["also in the test rows"] = len(train) - len(kept)
     for part, examples in (("training", kept), ("test", test)):
-        if not examples:
+        if not examples and not (evaluate_only and part == "training"):
             raise ValueError(f"task {spec.name}: no {part} rows in {spec.path} ({_counted(dropped) or 'the file is empty'})")
     return Task(spec, kept[: spec.train_limit], test[: spec.test_limit], dropped)
+
+
+def _gathered(spec, dropped):
+    """The test rows of all specs in `spec.test`; what they drop is counted in `dropped`."""
+    examples = []
+    for part in [load_task(part, evaluate_only=True) for part in spec.test]:
+        if (part.spec.verifier, part.spec.paper_scoring) != (spec.verifier, spec.paper_scoring):
+            raise ValueError(f"task {spec.name}: its test {part.spec.name} must have the same verifier, {spec.verifier}")
+        dropped |= {reason: dropped.get(reason, 0) + n for reason, n in part.dropped.items()}
+        examples += part.test
+    return examples
 
 
 def _counted(dropped):
@@ -439,9 +554,29 @@ def tool_calls(response):
     return calls
 
 
-def verify_tool(response, example, paper_scoring=False):
+def _permits(allowed, given):
+    """Whether each given argument has one of its allowed values, and only those with "" among theirs are left out."""
+    plain = lambda text: re.sub(r"[ ,./\-_*^]", "", text).lower().replace("'", '"')  # noqa: E731
+
+    def same(value, option):
+        if type(value) is not type(option):                                   # 3 and 3.0, and nothing else
+            return _canonical(value) == _canonical(option)
+        if isinstance(option, dict):
+            return _permits(option, value)
+        if isinstance(option, list):
+            return len(value) == len(option) and all(map(same, value, option))
+        return plain(value) == plain(option) if isinstance(option, str) else value == option
+
+    return given.keys() <= allowed.keys() and all(
+        any(same(given[name], option) for option in options) if name in given else "" in options
+        for name, options in ((k, v if isinstance(v, list) else [v]) for k, v in allowed.items()))
+
+
+def verify_tool(response, example, paper_scoring=False, allowed=False):
     """The calls of the response against the gold calls, in any order, as (name, arguments) pairs.
 
+    allowed: in the order of the gold calls, whose arguments are lists of allowed values, "" for none at
+    all; texts compare without case, spaces and the signs ,./-_*^ (as the Berkeley leaderboard does).
     paper_scoring compares as the official code does: the bag of names, and one dictionary into
     which the arguments of all calls are merged, each read up to the first closing brace.
     """
@@ -458,6 +593,9 @@ def verify_tool(response, example, paper_scoring=False):
         names = sorted(re.findall(r"Action:\s*(\w+)", response))
         wanted = {k: v for _, arguments in gold for k, v in arguments.items()}
         right = names == sorted(name for name, _ in gold) and merged == wanted
+    elif allowed:
+        right = well_formed and [name for name, _ in calls] == [name for name, _ in gold] and all(
+            _permits(values, given) for (_, values), (_, given) in zip(gold, calls))
     else:
         key = lambda call: (call[0], _canonical(call[1]))                     # noqa: E731
         right = well_formed and sorted(map(key, calls)) == sorted(map(key, gold))
@@ -488,14 +626,14 @@ def verify_code(response, example):
     program = extract_code(response, example.tests)
     if program is None:
         return Verdict(0.0, "Your answer had the wrong format: put the code in a ```python ... ``` block.", "", False)
-    passed, feedback = _run_once(program, json.dumps(example.tests))
+    passed, feedback = _run_once(f"{example.prelude}\n{program}", json.dumps(example.tests), example.time_limit)
     return Verdict(float(passed == len(example.tests)), feedback, program, True)
 
 
-@functools.lru_cache(maxsize=4096)
-def _run_once(program, tests):
+@functools.lru_cache(maxsize=128)  # a group or two: the tests of one contest problem can be megabytes
+def _run_once(program, tests, timeout):
     """A group's samples are often the same program to the letter; each is run once."""
-    return run_program(program, json.loads(tests))
+    return run_program(program, json.loads(tests), timeout)
 
 
 def verify_exact(response, example):
@@ -504,8 +642,8 @@ def verify_exact(response, example):
 
 
 VERIFIERS = {
-    "math": verify_math, "mcq": verify_mcq, "mcq_boxed": verify_mcq_boxed, "tool": verify_tool, "code": verify_code,
-    "exact": verify_exact,
+    "math": verify_math, "mcq": verify_mcq, "mcq_boxed": verify_mcq_boxed, "tool": verify_tool,
+    "tool_allowed": functools.partial(verify_tool, allowed=True), "code": verify_code, "exact": verify_exact,
 }
 
 
@@ -513,7 +651,7 @@ def verify(kind, response, example, paper_scoring=False):
     """Judge one response. Only what follows the thinking is read; unfinished thinking is no answer.
 
     Args:
-        kind: math, mcq, mcq_boxed, tool, code, exact. response: text. example: Example.
+        kind: math, mcq, mcq_boxed, tool, tool_allowed, code, exact. response: text. example: Example.
     Returns:
         Verdict. Raises ValueError for an unknown kind.
     """
@@ -543,46 +681,101 @@ def pass_at_k(n, c, k):
     return 1.0 - math.comb(n - c, k) / math.comb(n, k)
 
 
+def saved_answers(file):
+    """(What was asked, one record a prompt) of a file that `accuracy` keeps. A line cut short is left out.
+
+    A record has the example's id and, for each sample, responses, rewards, well_formed, truncated, lengths.
+    """
+    try:
+        asked, *records = map(json.loads, Path(file).read_bytes().split(b"\n")[:-1])
+    except (OSError, ValueError):                                             # no file, an empty or a damaged one
+        return None, []
+    return asked, records
+
+
+def _kept_answers(file, asked, count, at_once):
+    """The records that `file` has of the same questions, whole batches only; the file is cut to them, or begun anew."""
+    known, records = saved_answers(file)
+    whole = count if len(records) >= count else len(records) // at_once * at_once
+    records = records[:whole] if known == asked else []
+    Path(file).parent.mkdir(parents=True, exist_ok=True)
+    with open(f"{file}.tmp", "w", encoding="utf-8") as f:
+        f.writelines(json.dumps(line) + "\n" for line in (asked, *records))
+    os.replace(f"{file}.tmp", file)
+    return records
+
+
+def _answer(model, tokenizer, spec, examples, samples, sampling):
+    """Sample answers to each example and judge them: a record for each."""
+    out = rollout(model, tokenizer, [e.messages for e in examples], samples, **sampling)
+    verdicts = [verify(spec.verifier, t, examples[i // samples], spec.paper_scoring) for i, t in enumerate(out.texts)]
+    columns = {
+        "responses": out.texts, "rewards": [v.reward for v in verdicts], "well_formed": [v.well_formed for v in verdicts],
+        "truncated": out.truncated.tolist(), "lengths": out.mask.sum(-1).tolist(),
+    }
+    return [{"id": e.id} | {k: v[i * samples : (i + 1) * samples] for k, v in columns.items()} for i, e in enumerate(examples)]
+
+
+def _scores(records, samples):
+    """What `accuracy` returns, from its records."""
+    rewards = torch.tensor([r["rewards"] for r in records])                   # (prompts, samples)
+    every = lambda key: [x for r in records for x in r[key]]                  # noqa: E731
+    mean = lambda values: sum(values) / len(values)                           # noqa: E731
+    ks = sorted({2**i for i in range(samples.bit_length())} | {samples})
+    return {
+        "accuracy": rewards.mean().item(),
+        f"avg@{samples}": rewards.mean().item(),
+        **{f"pass@{k}": mean([pass_at_k(samples, int(r.sum()), k) for r in rewards]) for k in ks},
+        "well_formed": mean(every("well_formed")),
+        "truncated": mean(every("truncated")),
+        "length": mean(every("lengths")),
+        "rewards": rewards.tolist(),
+        "responses": every("responses"),
+    }
+
+
 def accuracy(
     model, tokenizer, task, *, samples=1, max_new_tokens=256, temperature=1.0, top_p=1.0, top_k=0,
-    batch_size=0, seed=0, template=None, progress=False,
+    batch_size=0, seed=0, template=None, progress=False, file=None, weights="", after_batch=lambda: None,
 ):
     """Sample answers to a task's test examples and have them judged.
 
-    The same seed gives every model the same random numbers; the caller's random state is untouched.
+    A batch's random numbers come from the seed and its place alone: they are the same for every model and wherever
+    an evaluation was cut, and the caller's random state is untouched.
 
     Args:
         task: Task. samples: answers to each prompt. batch_size: answers sampled at once, 0 for all.
+        file: keeps the answers as JSON lines. The same questions to the same `weights` (a name) go on behind its
+            last whole batch; other questions begin it anew. after_batch: called after each batch.
     Returns:
-        dict of floats: accuracy (mean reward over prompts and samples), pass@samples, well_formed,
-        truncated, length (tokens); and rewards (per prompt, a list of `samples`), responses.
+        dict of floats: accuracy (mean reward over prompts and samples), avg@samples (the same), pass@k for
+        k = 1, 2, 4, ... and samples, well_formed, truncated, length (tokens); and rewards (per prompt, a list of
+        `samples`), responses.
     """
-    spec, examples = task.spec, task.test
+    spec, examples, records = task.spec, task.test, []
     at_once = max(1, batch_size // samples) if batch_size else len(examples)
-    verdicts, truncated, lengths, texts = [], [], [], []
-    with torch.random.fork_rng():
-        torch.manual_seed(seed)
-        for i in tqdm(range(0, len(examples), at_once), desc=f"evaluate {spec.name}", leave=False, disable=not progress):
-            part = examples[i : i + at_once]
-            out = rollout(
-                model, tokenizer, [e.messages for e in part], samples, max_new_tokens, temperature,
-                top_p=top_p, top_k=top_k, template=template,
-            )
-            texts += out.texts
-            truncated += out.truncated.tolist()
-            lengths += out.mask.sum(-1).tolist()
-            verdicts += [verify(spec.verifier, t, part[j // samples], spec.paper_scoring) for j, t in enumerate(out.texts)]
-    rewards = torch.tensor([v.reward for v in verdicts]).view(-1, samples)    # (prompts, samples)
-    mean = lambda values: sum(values) / len(values)                           # noqa: E731
-    return {
-        "accuracy": rewards.mean().item(),
-        f"pass@{samples}": mean([pass_at_k(samples, int(r.sum()), samples) for r in rewards]),
-        "well_formed": mean([v.well_formed for v in verdicts]),
-        "truncated": mean(truncated),
-        "length": mean(lengths),
-        "rewards": rewards.tolist(),
-        "responses": texts,
-    }
+    sampling = dict(max_new_tokens=max_new_tokens, temperature=temperature, top_p=top_p, top_k=top_k, template=template)
+    if file:
+        digest = hashlib.sha256()
+        for example in examples:
+            digest.update(repr(example).encode("utf-8", "replace"))
+        asked = {"weights": weights, "task": spec.name, "examples": digest.hexdigest(), "verifier": spec.verifier,
+                 "paper_scoring": spec.paper_scoring, "samples": samples, "prompts_at_once": at_once, "seed": seed} | sampling
+        records = _kept_answers(file, json.loads(json.dumps(asked, default=str)), len(examples), at_once)
+    with tqdm(total=len(examples), initial=len(records), desc=f"evaluate {spec.name}", leave=False, disable=not progress) as bar:
+        for i in range(len(records), len(examples), at_once):
+            with torch.random.fork_rng():
+                torch.manual_seed(seed + i)
+                part = _answer(model, tokenizer, spec, examples[i : i + at_once], samples, sampling)
+            if file:
+                with open(file, "a", encoding="utf-8") as f:
+                    f.writelines(json.dumps(record) + "\n" for record in part)
+                    f.flush()
+                    os.fsync(f.fileno())
+            records += part
+            bar.update(len(part))
+            after_batch()
+    return _scores(records, samples)
 
 
 # ------------------------------------------------------------------------------------------------

@@ -18,11 +18,14 @@ the std there either (as in Dr. GRPO). A reward of NaN means "not scored": it ta
 group's statistics and its advantage is 0.
 
     python grpo.py           one group becomes advantages, and advantages become a gradient
+    python grpo.py --bench   tokens per second of the rollout loop and of model.generate
 """
 
+import argparse
 import contextlib
 import os
 import sys
+import time
 from dataclasses import dataclass
 
 import torch
@@ -116,7 +119,11 @@ def sample(logits, temperature, top_p=1.0, top_k=0):
         probabilities, order = kept.softmax(-1).sort(descending=True)
         outside = probabilities.cumsum(-1) - probabilities >= top_p        # the mass above it suffices
         kept = kept.masked_fill(torch.zeros_like(outside).scatter(-1, order, outside), -torch.inf)
-    tokens = torch.multinomial(kept.softmax(-1), 1).squeeze(-1)
+    # Inverse of the distribution function: one random number a row, where multinomial draws one a word
+    # (half of a small model's time on a CPU). The first word whose cumulated mass exceeds it is taken.
+    mass = kept.softmax(-1).cumsum(-1, dtype=torch.float64)                # (N, V)
+    drawn = torch.rand(len(mass), 1, dtype=torch.float64, device=mass.device) * mass[:, -1:]
+    tokens = torch.searchsorted(mass, drawn, right=True).squeeze(-1).clamp(max=mass.shape[-1] - 1)
     return tokens, token_logps(logits, tokens)
 
 
@@ -337,11 +344,11 @@ def grpo_loss(
 
 
 # ------------------------------------------------------------------------------------------------
-# python grpo.py: one group
+# python grpo.py: one group; --bench: rollouts against model.generate
 # ------------------------------------------------------------------------------------------------
 
 
-def main():
+def show():
     """Follow one group of four answers from rewards to the gradient on each token's log-prob."""
     answers = ["7 + 5 = 12", "7 + 5 = 11", "7 + 5 = 12", "I think 13"]
     rewards = torch.tensor([[1.0, 0.0, 1.0, 0.0]])                         # (P=1, G=4)
@@ -373,6 +380,53 @@ def _bar(advantage, width=10):
     colours = sys.stdout.isatty() and not os.environ.get("NO_COLOR")
     paint = lambda code, text: f"\033[{code}m{text}\033[0m" if colours and text else text  # noqa: E731
     return f"{' ' * (width - len(left))}{paint(31, left)}|{paint(32, right)}"
+
+
+def bench(device="cpu", layers=2, hidden=128, P=16, G=8, prompt=64, T=32, words=4096, rounds=7):
+    """Tokens per second of our loop and of `model.generate`: random model, same prompts, T tokens each, paired rounds."""
+    from transformers import GenerationConfig, Qwen3Config, Qwen3ForCausalLM
+
+    torch.manual_seed(0)
+    shape = Qwen3Config(
+        vocab_size=words, hidden_size=hidden, intermediate_size=4 * hidden, num_hidden_layers=layers, head_dim=32,
+        num_attention_heads=max(1, hidden // 32), num_key_value_heads=max(1, hidden // 64),
+    )
+    model = Qwen3ForCausalLM(shape).to(device).eval()
+    ids = torch.randint(words, (P, prompt), device=device)
+    fields = dict(do_sample=True, temperature=1.0, top_k=0, top_p=1.0, num_return_sequences=G, pad_token_id=0)
+    fixed = GenerationConfig(max_new_tokens=T, min_new_tokens=T, eos_token_id=None, **fields)
+
+    def ours():                                                            # no end token, so every row has T tokens
+        response, logps, _ = _decode(model, ids.tolist(), G, T, 0, ids.new_empty(0), temperature=1.0)
+        return response
+
+    def generate():                                                        # without log-probs, which ours collects
+        return model.generate(ids, attention_mask=torch.ones_like(ids), generation_config=fixed)[:, prompt:]
+
+    seconds = {"our loop": [], "model.generate": []}
+    for i in range(rounds + 1):                                            # the first round warms up
+        for name, run in zip(seconds, (ours, generate)):
+            start = time.perf_counter()
+            response = run()
+            if device == "cuda":
+                torch.cuda.synchronize()
+            assert response.shape == (P * G, T)
+            if i:
+                seconds[name].append(time.perf_counter() - start)
+    medians = {name: sorted(x)[len(x) // 2] for name, x in seconds.items()}
+    print(f"{P} prompts of {prompt} tokens x {G} samples, {T} new tokens; {layers} layers, hidden {hidden}, {words} words; "
+          f"{device}, {torch.get_num_threads()} threads")
+    for name, x in medians.items():
+        print(f"{name:<16}{P * G * T / x:>9.0f} tokens/s{medians['model.generate'] / x:>7.2f} times generate's")
+
+
+def main(argv=None):
+    """python grpo.py: one group; --bench: rollouts against model.generate."""
+    parser = argparse.ArgumentParser(description="Show one group's advantages and gradients, or time rollouts.")
+    parser.add_argument("--bench", action="store_true", help="tokens per second against model.generate")
+    parser.add_argument("--device", default="cpu", choices=("cpu", "cuda"))
+    options = parser.parse_args(argv)
+    bench(options.device) if options.bench else show()
 
 
 if __name__ == "__main__":

@@ -18,7 +18,7 @@ the logits' type: in bfloat16 a softmax over 512 equal logits sums to 0.988, and
 from it can be negative. Two functions take hidden states instead of logits and visit the tokens in
 chunks, since at T = 8192 tokens and V = 151,936 words one float32 copy of the logits is 5 GB and a
 divergence makes a dozen of them: `fused_token_kl` makes its gradient in the forward pass, where the
-logits are; `fused_token_logps` makes the logits once more in the backward pass.
+logits are; `fused_token_logps`, whose loss isn't known there, makes the logits once more in backward.
 
 Where we differ from the official code: the mass outside the top k is a logsumexp over the
 complement; there it is log(1 - sum of the kept), which loses up to 4 nats in small tails.
@@ -38,7 +38,6 @@ from types import SimpleNamespace
 
 import torch
 import torch.nn.functional as F
-from torch.utils.checkpoint import checkpoint
 
 
 # ------------------------------------------------------------------------------------------------
@@ -83,9 +82,13 @@ def predicting(x, length):
 # ------------------------------------------------------------------------------------------------
 
 
-def _upcast(x):
+def _wide(dtype):
     """float32 at least: half types are widened, float64 stays (the gradient checks use it)."""
-    return x.to(torch.promote_types(x.dtype, torch.float32))
+    return torch.promote_types(dtype, torch.float32)
+
+
+def _upcast(x):
+    return x.to(_wide(x.dtype))
 
 
 def token_logps(logits, tokens, temperature=1.0):
@@ -219,30 +222,56 @@ def sampled_kl(logps, teacher_logps):
 # ------------------------------------------------------------------------------------------------
 
 
-def _head(head, dtype):
-    """Weight (V, H) and bias (V,) or None of an output projection, in the type that it computes in."""
-    bias = getattr(head, "bias", None)
-    return head.weight.to(dtype), None if bias is None else bias.to(dtype)
-
-
 def _compute_dtype(x):
     """The type of matrix products here: autocast's where it is on, else the tensor's own."""
     device = x.device.type
     return torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else x.dtype
 
 
-def _mm(a, b):
-    """a @ b with a float32 result. On CUDA half-precision products can keep their float32 sums; on
-    a CPU they are rounded to half precision first (a few percent of a gradient in bfloat16)."""
-    if a.is_cuda and a.dtype in (torch.bfloat16, torch.float16):
-        return torch.mm(a, b, out_dtype=torch.float32)
-    return _upcast(a @ b)
+def _matmul(a, b, out, add=False):
+    """out = a @ b, or out += a @ b; `out` is float32 even where a and b are half precision.
+
+    On CUDA such a product keeps its float32 sums; on a CPU they are rounded to half precision first
+    (a few percent of a gradient in bfloat16).
+    """
+    if a.dtype == out.dtype:
+        out.addmm_(a, b, beta=int(add))
+    elif a.is_cuda:
+        torch.addmm(out, a, b, out_dtype=out.dtype, beta=int(add), out=out)
+    else:
+        out.copy_(out + a @ b if add else a @ b)
 
 
-def _logits(hidden, weight, bias):
-    """(n, H), (V, H) -> (n, V) in float32 (float64 from float64)."""
-    z = _mm(hidden, weight.t())
-    return z if bias is None else z + bias
+def _project(hidden, weight, bias, out):
+    """(n, H) -> logits (n, V) in `out`, over whatever stood there."""
+    _matmul(hidden, weight.t(), out)
+    if bias is not None:
+        out += bias
+
+
+class _HeadGradient:
+    """Gradients of hidden states, weight and bias, gathered chunk by chunk from those of the logits."""
+
+    def __init__(self, wants, hidden, weight, bias):
+        make = torch.empty_like if len(hidden) else torch.zeros_like       # the first chunk overwrites
+        self.dH = make(hidden) if wants[0] else None                       # (N, H)
+        self.dW = make(weight, dtype=_wide(weight.dtype)) if wants[1] else None            # (V, H): a sum, so in float32
+        self.db = torch.zeros_like(bias, dtype=_wide(bias.dtype)) if wants[2] else None    # (V,)
+
+    def add(self, start, dz, hidden, weight):
+        """dz (n, V) of the tokens from `start` on, with their hidden states (n, H)."""
+        dz = dz.to(weight.dtype)
+        if self.dH is not None:
+            self.dH[start : start + len(dz)] = dz @ weight
+        if self.dW is not None:
+            _matmul(dz.t(), hidden, self.dW, add=start > 0)
+        if self.db is not None:
+            self.db += dz.sum(0, dtype=self.db.dtype)
+
+
+def _exp(x):
+    """e^x. TorchInductor stores an exp that is used twice in a buffer of its own; an exp2 it makes again, which is faster."""
+    return torch.exp2(x * (1 / math.log(2)))
 
 
 def _gradient(s, t, alpha, topk, tail):
@@ -259,14 +288,15 @@ def _gradient(s, t, alpha, topk, tail):
     """
     index = None if topk is None else s.topk(topk, dim=-1).indices         # (n, k)
     S, T = (s, t) if topk is None else _buckets(s, t, index, tail)
-    p, q = S.exp(), T.exp()
+    p, q = _exp(S), _exp(T)
     if alpha == 0:
         D, R = (q * (T - S)).sum(-1), -q
     elif alpha == 1:
         R = p * (S - T)
         D = R.sum(-1)
     else:
-        M = torch.logaddexp(S + math.log(1 - alpha), T + math.log(alpha))
+        # Cheaper than logaddexp, and as exact: where both p and q underflow, so do their terms.
+        M = ((1 - alpha) * p + alpha * q).clamp(min=1e-38).log()
         R = (1 - alpha) * p * (S - M)
         D = R.sum(-1) + alpha * (q * (T - M)).sum(-1)
     G = R - p * R.sum(-1, keepdim=True)
@@ -274,32 +304,37 @@ def _gradient(s, t, alpha, topk, tail):
         return D, G
     if not tail:
         return D, torch.zeros_like(s).scatter(-1, index, G)
-    return D, ((s - S[:, -1:]).exp() * G[:, -1:]).scatter(-1, index, G[:, :-1])
+    return D, (_exp(s - S[:, -1:]) * G[:, -1:]).scatter(-1, index, G[:, :-1])
 
 
 @functools.lru_cache(maxsize=None)
-def _core(alpha, topk, tail, sampled, temperature, is_clip, teacher_mix, compiled):
+def _divergence_core(alpha, topk, tail, sampled, temperature, is_clip, teacher_mix, compiled):
     """The work on one chunk of logits, with its constants closed over; compiled once for all lengths."""
 
     def core(z, z_teacher, tokens, weights, old_logps):                    # (n, V), (n, V), (n,), (n,), (n,)
-        z, z_teacher = z / temperature, z_teacher / temperature
+        """z becomes the loss's derivative in it; returns loss, divergence, log-prob, entropy: (n,) each."""
+        scaled, scaled_teacher = z / temperature, z_teacher / temperature
         if teacher_mix:
-            z_teacher = z_teacher.lerp(z, teacher_mix)
-        s, t = z.log_softmax(-1), z_teacher.log_softmax(-1)
+            scaled_teacher = scaled_teacher.lerp(scaled, teacher_mix)
+        s, t = scaled.log_softmax(-1), scaled_teacher.log_softmax(-1)
         y = tokens.unsqueeze(-1)
-        logps, entropy = s.gather(-1, y).squeeze(-1), -(s.exp() * s).sum(-1)
+        logps, entropy = s.gather(-1, y).squeeze(-1), -(_exp(s) * s).sum(-1)
         if sampled:
             D = logps - t.gather(-1, y).squeeze(-1)
-            G = D.unsqueeze(-1) * torch.zeros_like(s).scatter(-1, y, 1.0).sub(s.exp())
+            G = D.unsqueeze(-1) * torch.zeros_like(s).scatter(-1, y, 1.0).sub(_exp(s))
         else:
             D, G = _gradient(s, t, alpha, topk, tail)
         if is_clip is not None:
             weights = weights * (logps - old_logps).exp().clamp(max=is_clip)
-        return weights * D, G * (weights / temperature).unsqueeze(-1), D, logps, entropy
+        z.copy_(G * (weights / temperature).unsqueeze(-1))
+        return weights * D, D, logps, entropy
 
-    if not compiled:
-        return core
-    ready, tried = torch.compile(core, dynamic=False), False
+    return _compile(core) if compiled else core
+
+
+def _compile(function):
+    """`function` compiled for fixed shapes; where that fails, itself, and a warning once."""
+    ready, tried = torch.compile(function, dynamic=False), False
 
     def first_try(*chunk):
         nonlocal ready, tried
@@ -312,51 +347,76 @@ def _core(alpha, topk, tail, sampled, temperature, is_clip, teacher_mix, compile
             raise
         except Exception as e:  # no compiler here, or one that fails: its errors have no common base
             warnings.warn(f"token kernel: torch.compile failed ({type(e).__name__}); going on without it", stacklevel=2)
-            ready = core
-            return core(*chunk)
+            ready = function
+            return function(*chunk)
 
     return first_try
+
+
+class _Chunks:
+    """How N tokens are visited: `chunk` at once by matrix products, `block` at once by a core.
+
+    A compiled core sees blocks of one length only, so that one graph serves every N: the last one
+    reads past the end of its chunk, and what it makes there is dropped. On a CPU a block fits a cache.
+    """
+
+    def __init__(self, N, chunk, compiled, device):
+        self.N, self.chunk, self.fill = N, chunk, compiled
+        self.block = 16 if compiled and device.type == "cpu" else chunk
+        self.rows = -(-min(chunk, N) // self.block) * self.block if compiled else min(chunk, N)
+
+    def buffer(self, weight, dtype):
+        """Room for the logits of a chunk: (chunk, V), a little more where blocks don't divide it."""
+        return torch.empty(self.rows, len(weight), dtype=_wide(dtype), device=weight.device)
+
+    def filled(self, *per_token):
+        """(N,) tensors, with a block of zeros behind them for a last one that reads too far."""
+        return [F.pad(x, (0, self.block)) if self.fill else x for x in per_token]
+
+    def __iter__(self):
+        """(start, length) of each chunk."""
+        return ((i, min(self.chunk, self.N - i)) for i in range(0, self.N, self.chunk))
+
+    def blocks(self, n):
+        """(start, tokens that count, tokens to hand over) of each block in a chunk of n."""
+        for j in range(0, n, self.block):
+            kept = min(self.block, n - j)
+            yield j, kept, self.block if self.fill else kept
 
 
 class _FusedTokenKL(torch.autograd.Function):
     """The weighted sum of divergences; forward makes the gradients too, backward only scales them."""
 
     @staticmethod
-    def forward(
-        ctx, hidden, weight, bias, teacher_hidden, teacher_weight, teacher_bias, weights, tokens, old_logps, core, chunk, pad
-    ):
-        wants = ctx.needs_input_grad
-        dH = torch.empty_like(hidden) if wants[0] else None
-        dW = torch.zeros_like(weight, dtype=_upcast(weight[:0]).dtype) if wants[1] else None
-        db = torch.zeros_like(bias, dtype=_upcast(weight[:0]).dtype) if wants[2] else None
-        total, logged = _upcast(hidden[:0]).new_zeros(()), []
-        for i in range(0, len(hidden), chunk):
-            inputs = [x[i : i + chunk] for x in (hidden, teacher_hidden, tokens, weights, old_logps)]
-            n = len(inputs[0])
-            if pad and n < chunk:                                          # fixed shapes: one graph for every length
-                inputs = [torch.cat([x, x.new_zeros(chunk - n, *x.shape[1:])]) for x in inputs]
-            h, h_teacher, *rest = inputs
-            loss, dz, *numbers = core(_logits(h, weight, bias), _logits(h_teacher, teacher_weight, teacher_bias), *rest)
-            total = total + loss.sum()
-            logged.append([x[:n] for x in numbers])
-            dz = dz.to(weight.dtype)                                       # (chunk, V)
-            if wants[0]:
-                dH[i : i + chunk] = (dz @ weight)[:n]
-            if wants[1]:
-                dW += _mm(dz.t(), h)
-            if wants[2]:
-                db += dz.sum(0, dtype=db.dtype)
-        ctx.save_for_backward(dH, dW, db)
-        ctx.dtypes = [None if x is None else x.dtype for x in (hidden, weight, bias)]
-        out = [torch.cat(x) for x in zip(*logged)] or [total.new_zeros(0) for _ in range(3)]
+    def forward(ctx, hidden, weight, bias, teacher_hidden, teacher_weight, teacher_bias, weights, tokens, old_logps,
+                core, chunks, dtype):
+        gradient = _HeadGradient(ctx.needs_input_grad, hidden, weight, bias)
+        ctx.dtypes = hidden.dtype, weight.dtype, None if bias is None else bias.dtype
+        weight, teacher_weight = weight.to(dtype), teacher_weight.to(dtype)
+        z, z_teacher = chunks.buffer(weight, dtype), chunks.buffer(weight, dtype)          # all the logits there are
+        logged = []
+        hidden, teacher_hidden = hidden.to(dtype), teacher_hidden.to(dtype)
+        per_token = chunks.filled(tokens, weights, old_logps)
+        for i, n in chunks:
+            _project(hidden[i : i + n], weight, bias, z[:n])
+            _project(teacher_hidden[i : i + n], teacher_weight, teacher_bias, z_teacher[:n])
+            for j, kept, rows in chunks.blocks(n):
+                numbers = core(z[j : j + rows], z_teacher[j : j + rows], *(x[i + j : i + j + rows] for x in per_token))
+                logged.append([x[:kept] for x in numbers])
+            gradient.add(i, z[:n], hidden[i : i + n], weight)                              # z is now dloss/dz
+        ctx.save_for_backward(gradient.dH, gradient.dW, gradient.db)
+        loss, *out = [torch.cat(x) for x in zip(*logged)] or [z.new_zeros(0) for _ in range(4)]
         ctx.mark_non_differentiable(*out)
-        return total, *out
+        return loss.sum(), *out
 
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx, grad, *_):
-        grads = [None if g is None else (g * grad).to(dtype) for g, dtype in zip(ctx.saved_tensors, ctx.dtypes)]
-        return *grads, *[None] * 9
+        scaled = [
+            None if g is None else torch.mul(g, grad, out=torch.empty_like(g, dtype=dtype))
+            for g, dtype in zip(ctx.saved_tensors, ctx.dtypes)
+        ]
+        return *scaled, *[None] * 9
 
 
 def fused_token_kl(
@@ -369,25 +429,24 @@ def fused_token_kl(
         loss = sum_i  w_i min(exp(logp_i - old_i), is_clip) D_alpha(s_i, t_i)
 
     With the weights known beforehand, the gradient can be made where the logits are: each chunk is
-    projected once, gives dD/dz (see `_gradient`), that gives dH = dz W and dW += dz^T H, and the
-    logits are gone; the backward pass multiplies by the loss's own gradient. Nothing of size (N, V)
-    is kept, nothing is computed twice, and the result doesn't depend on `chunk`.
+    projected once, gives dD/dz (see `_gradient`), that gives dH = dz W and dW += dz^T H, and the next
+    chunk takes the logits' place. The backward pass multiplies by the loss's own gradient. Nothing of
+    size (N, V) is made, nothing is computed twice, and the result doesn't depend on `chunk`.
 
     Args:
-        student_hidden, teacher_hidden: (N, H), the states that predict `tokens`.
+        student_hidden, teacher_hidden: (N, H), the states that predict `tokens` (N,), sampled ids.
         student_head, teacher_head: the output projections: `weight` (V, H), perhaps `bias` (V,).
-        weights: (N,) weight of each token, constants (mask over the batch's token count).
-        tokens: (N,) sampled ids. alpha, topk, tail: as in `token_kl`.
-        sampled: `sampled_kl` in its place (needs alpha = 1). temperature: divides both logits.
-        old_logps, is_clip: (N,) log-probs at sampling time and the cap on the importance weight,
-            a constant for the gradient; None leaves it out.
+        weights: (N,) of each token, constants (mask over the batch's token count).
+        alpha, topk, tail: as in `token_kl`. temperature: divides both logits.
+        sampled: `sampled_kl` in the divergence's place (needs alpha = 1).
+        old_logps, is_clip: (N,) log-probs at sampling time and the importance weight's cap (None: no weight).
         teacher_mix: teacher logits become lerp(teacher, student, teacher_mix) (trust region).
         compiled: use torch.compile; None: on CUDA.
     Returns:
         loss (scalar, with gradient), and detached (N,): divergence, log-prob, student entropy.
     Raises:
-        ValueError: as `token_kl`; two vocabularies; a temperature of 0 or less; sampled with alpha
-            other than 1; is_clip without old_logps.
+        ValueError: as `token_kl`; two vocabularies; temperature <= 0; sampled with another alpha;
+            is_clip without old_logps.
     """
     vocabulary = student_head.weight.shape[0]
     _check_divergence("fused_token_kl", alpha, topk, vocabulary)
@@ -400,89 +459,155 @@ def fused_token_kl(
     if is_clip is not None and old_logps is None:
         raise ValueError("fused_token_kl: is_clip needs old_logps")
     compiled = student_hidden.is_cuda if compiled is None else compiled
-    core = _core(alpha, None if topk == vocabulary else topk, tail, sampled, temperature, is_clip, teacher_mix, compiled)
+    topk = None if topk == vocabulary else topk
+    core = _divergence_core(alpha, topk, tail, sampled, temperature, is_clip, teacher_mix, compiled)
     dtype = _compute_dtype(student_hidden)
     with torch.autocast(student_hidden.device.type, enabled=False):
         return _FusedTokenKL.apply(
-            student_hidden.to(dtype), *_head(student_head, dtype),
-            teacher_hidden.detach().to(dtype), *(None if x is None else x.detach() for x in _head(teacher_head, dtype)),
-            weights, tokens, weights if old_logps is None else old_logps, core, chunk, compiled,
+            student_hidden, student_head.weight, getattr(student_head, "bias", None),
+            teacher_hidden, teacher_head.weight, getattr(teacher_head, "bias", None),
+            weights, tokens, weights if old_logps is None else old_logps,
+            core, _Chunks(len(tokens), chunk, compiled, tokens.device), dtype,
         )
 
 
-def fused_token_logps(hidden, head, tokens, *, temperature=1.0, chunk=1024):
-    """Log-probs and entropies straight from hidden states, a chunk of tokens at a time.
+@functools.lru_cache(maxsize=None)
+def _logps_cores(temperature, compiled):
+    """What a chunk of logits z (n, V) gives forward, and what its log-probs' gradient gives z backward."""
 
-    Their gradient isn't known before the loss is, so the backward pass makes the logits again.
+    def forward(z, tokens):
+        s = (z / temperature).log_softmax(-1)
+        return s.gather(-1, tokens.unsqueeze(-1)).squeeze(-1), -(_exp(s) * s).sum(-1)
+
+    def backward(z, tokens, grad):                                         # z becomes the loss's derivative in it
+        p = (z / temperature).softmax(-1)
+        one_hot = torch.zeros_like(p).scatter(-1, tokens.unsqueeze(-1), 1.0)
+        z.copy_((grad / temperature).unsqueeze(-1) * (one_hot - p))        # d log p_y / dz = one_hot(y) - p
+
+    return tuple(map(_compile, (forward, backward))) if compiled else (forward, backward)
+
+
+class _FusedTokenLogps(torch.autograd.Function):
+    """Log-probs and entropies; the loss isn't known in forward, so backward makes the logits once more."""
+
+    @staticmethod
+    def forward(ctx, hidden, weight, bias, tokens, cores, chunks, dtype):
+        ctx.save_for_backward(hidden, weight, bias, tokens)
+        ctx.settings = cores[1], chunks, dtype
+        hidden, weight, logged = hidden.to(dtype), weight.to(dtype), []
+        z, (tokens,) = chunks.buffer(weight, dtype), chunks.filled(tokens)
+        for i, n in chunks:
+            _project(hidden[i : i + n], weight, bias, z[:n])
+            for j, kept, rows in chunks.blocks(n):
+                logged.append([x[:kept] for x in cores[0](z[j : j + rows], tokens[i + j : i + j + rows])])
+        logps, entropy = [torch.cat(x) for x in zip(*logged)] or [z.new_zeros(0) for _ in range(2)]
+        ctx.mark_non_differentiable(entropy)
+        return logps, entropy
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx, grad, _):
+        (hidden, weight, bias, tokens), (core, chunks, dtype) = ctx.saved_tensors, ctx.settings
+        gradient = _HeadGradient(ctx.needs_input_grad, hidden, weight, bias)
+        h, W, per_token = hidden.to(dtype), weight.to(dtype), chunks.filled(tokens, grad)
+        z = chunks.buffer(W, dtype)
+        with torch.autocast(hidden.device.type, enabled=False):
+            for i, n in chunks:
+                _project(h[i : i + n], W, bias, z[:n])
+                for j, _, rows in chunks.blocks(n):
+                    core(z[j : j + rows], *(x[i + j : i + j + rows] for x in per_token))
+                gradient.add(i, z[:n], h[i : i + n], W)                    # z is now dloss/dz
+        dW, db = (None if g is None else g.to(x.dtype) for g, x in ((gradient.dW, weight), (gradient.db, bias)))
+        return gradient.dH, dW, db, *[None] * 4
+
+
+def fused_token_logps(hidden, head, tokens, *, temperature=1.0, chunk=1024, compiled=None):
+    """Log-probs and entropies straight from hidden states, a chunk of tokens at a time.
 
     Args:
         hidden: (N, H), the states that predict `tokens`. head: `weight` (V, H), perhaps `bias`.
         tokens: (N,) ids. temperature: divides the logits. chunk: tokens projected at once.
+        compiled: use torch.compile; None: on CUDA.
     Returns:
         log-probs (N,) with gradient, entropies (N,) without.
+    Raises:
+        ValueError: a temperature of 0 or less.
     """
     if temperature <= 0:
         raise ValueError(f"fused_token_logps: temperature {temperature} must be above 0")
+    compiled = hidden.is_cuda if compiled is None else compiled
     dtype = _compute_dtype(hidden)
-    weight, bias = _head(head, dtype)
-
-    def part(hidden, tokens):                                              # (n, H), (n,)
-        logits = _upcast(F.linear(hidden, weight, bias)) / temperature     # (n, V)
-        with torch.no_grad():
-            entropy = token_entropy(logits)
-        return token_logps(logits, tokens), entropy
-
     with torch.autocast(hidden.device.type, enabled=False):
-        parts = [
-            checkpoint(part, h, y, use_reentrant=False, preserve_rng_state=False)
-            for h, y in zip(hidden.to(dtype).split(chunk), tokens.split(chunk))
-        ]
-    return tuple(torch.cat(x) for x in zip(*parts))
+        return _FusedTokenLogps.apply(
+            hidden, head.weight, getattr(head, "bias", None), tokens,
+            _logps_cores(temperature, compiled), _Chunks(len(tokens), chunk, compiled, tokens.device), dtype,
+        )
 
 
 # ------------------------------------------------------------------------------------------------
-# python kernels.py [--bench]: the forms of the divergence side by side
+# python kernels.py [--bench]: the forms of both losses side by side
 # ------------------------------------------------------------------------------------------------
 
 
-def _forms(N, V, H, alpha, chunk, device, dtype):
-    """{name: () -> (loss, [hidden, weight])} of one problem, and the float64 gradients."""
-    generator = torch.Generator().manual_seed(0)
-    draw = lambda *shape: torch.randn(shape, generator=generator)          # noqa: E731
-    # Heads with a spread of about 2 nats, a teacher near its student: what training looks like.
-    student, weight = draw(N, H), 2 * draw(V, H) / H**0.5
-    teacher, teacher_weight = student + 0.1 * draw(N, H), weight.clone()
-    tokens = torch.randint(V, (N,), generator=generator).to(device)
-    weights = torch.full((N,), 1 / N, device=device)
-    to = lambda x, dtype=dtype: x.to(device, dtype)                        # noqa: E731
-    h_t, W_t = to(teacher), to(teacher_weight)
+class _Problem:
+    """Hidden states and heads with a spread of about 2 nats, a teacher near its student: as in training."""
 
-    def leaves(dtype=dtype):
-        return to(student, dtype).requires_grad_(), to(weight, dtype).requires_grad_()
+    def __init__(self, N, V, H, device, dtype):
+        generator = torch.Generator().manual_seed(0)
+        draw = lambda *shape: torch.randn(shape, generator=generator)      # noqa: E731
+        student, weight = draw(N, H), 2 * draw(V, H) / H**0.5
+        self.exact = student, weight, student + 0.1 * draw(N, H), weight
+        self.tokens = torch.randint(V, (N,), generator=generator).to(device)
+        self.weights = torch.full((N,), 1 / N, device=device)
+        self.to = lambda dtype: [x.to(device, dtype, copy=True) for x in self.exact]
+        self.h, self.W, self.h_t, self.W_t = self.to(dtype)
+        self.leaves = self.h.requires_grad_(), self.W.requires_grad_()
 
-    def eager(h, W, h_t=h_t, W_t=W_t):
+    def gradients(self, form, dtype=None):
+        """Of a form (h, W, h_t, W_t) -> loss; in another type, on tensors of its own."""
+        h, W, *teacher = (self.h, self.W, self.h_t, self.W_t) if dtype is None else self.to(dtype)
+        h, W = h.requires_grad_(), W.requires_grad_()
+        return torch.autograd.grad(form(h, W, *teacher), [h, W])
+
+
+def _divergence_forms(problem, alpha, chunk):
+    """{name: form} of the mean divergence; the first is the definition."""
+    weights, tokens = problem.weights, problem.tokens
+
+    def plain(h, W, h_t, W_t):
         return (token_kl(F.linear(h, W), F.linear(h_t, W_t), alpha) * weights.to(h.dtype)).sum()
 
-    compiled = torch.compile(eager, dynamic=False)
-
-    def fused(h, W, compiled):
+    def fused(h, W, h_t, W_t, compiled=False):
         heads = SimpleNamespace(weight=W), SimpleNamespace(weight=W_t)
         return fused_token_kl(h, heads[0], h_t, heads[1], weights, tokens, alpha=alpha, chunk=chunk, compiled=compiled)[0]
 
-    forms = {
-        "plain": eager, "plain, compiled": compiled,
-        "fused": lambda h, W: fused(h, W, False), "fused, compiled": lambda h, W: fused(h, W, True),
-    }
+    forms = {"plain": plain, "plain, compiled": torch.compile(plain, dynamic=False),
+             "fused": fused, "fused, compiled": functools.partial(fused, compiled=True)}
     try:
         from liger_kernel.chunked_loss import LigerFusedLinearJSDLoss
 
         liger = LigerFusedLinearJSDLoss(weight_hard_loss=0.0, weight_soft_loss=1.0, beta=alpha, compiled=True, chunk_size=chunk)
-        forms["liger, compiled"] = lambda h, W: liger(h, W, h_t, W_t, tokens)
+        forms["liger, compiled"] = lambda h, W, h_t, W_t: liger(h, W, h_t, W_t, tokens)
     except ImportError:
         pass
-    h, W = leaves(torch.float64)
-    exact = torch.autograd.grad(eager(h, W, to(teacher, torch.float64), to(teacher_weight, torch.float64)), [h, W])
-    return forms, leaves, exact, (h_t, W_t)
+    return forms
+
+
+def _logps_forms(problem, chunk):
+    """{name: form} of the mean log-prob. PyTorch's gives that one number, ours each token's and its entropy."""
+    tokens = problem.tokens
+
+    def plain(h, W, *_):
+        return -token_logps(F.linear(h, W), tokens).mean()
+
+    def fused(h, W, *_, compiled=False):
+        return -fused_token_logps(h, SimpleNamespace(weight=W), tokens, chunk=chunk, compiled=compiled)[0].mean()
+
+    forms = {"plain": plain, "fused": fused, "fused, compiled": functools.partial(fused, compiled=True)}
+    if hasattr(F, "linear_cross_entropy"):
+        options = torch.nn.LinearCrossEntropyOptions(batch_chunk_size=chunk)
+        forms["torch's own"] = lambda h, W, *_: F.linear_cross_entropy(h, W, tokens, options=options)
+    return forms
 
 
 def _peak_bytes(run, device):
@@ -505,24 +630,14 @@ def _peak_bytes(run, device):
     return peak
 
 
-def bench(N, V, H, alpha=0.5, chunk=128, device="cpu", dtype=torch.float32, rounds=5, only=None):
-    """Print milliseconds, peak memory, ratios and gradient error of every form, medians of paired rounds."""
-    forms, leaves, exact, (h_t, W_t) = _forms(N, V, H, alpha, chunk, device, dtype)
-    forms = {name: form for name, form in forms.items() if only is None or name in only}
+def _table(title, problem, forms, products, device, rounds):
+    """Print milliseconds, peak memory, ratios and gradient error of each form, medians of paired rounds.
+
+    `products` runs the forms' matrix products alone: the floor.
+    """
     sync = torch.cuda.synchronize if device == "cuda" else lambda: None
-
-    def step(form):
-        h, W = leaves()
-        return torch.autograd.grad(form(h, W), [h, W])
-
-    def floor():                                                           # four products, nothing else
-        h, W = leaves()
-        with torch.no_grad():
-            z, _ = h @ W.t(), h_t @ W_t.t()
-            return z @ W, z.t() @ h
-
-    runs = {name: (lambda form=form: step(form)) for name, form in forms.items()} | {"matrix products": floor}
-    times, errors = {name: [] for name in runs}, {}
+    runs = {name: functools.partial(problem.gradients, form) for name, form in forms.items()} | {"matrix products": products}
+    times, errors, exact = {name: [] for name in runs}, {}, problem.gradients(next(iter(forms.values())), torch.float64)
     for i in range(rounds + 1):                                            # the first round compiles
         for name, run in runs.items():
             sync()
@@ -534,20 +649,34 @@ def bench(N, V, H, alpha=0.5, chunk=128, device="cpu", dtype=torch.float32, roun
             elif name in forms:
                 errors[name] = max(((g - e).abs().max() / e.abs().max()).item() for g, e in zip(grads, exact))
     ms = {name: 1000 * sorted(t)[len(t) // 2] for name, t in times.items()}
-    ours = "fused, compiled" if "fused, compiled" in ms else "fused"
-    print(f"\nD_{alpha} with gradients, N={N} tokens, V={V} words, H={H}, {str(dtype)[6:]}, chunk {chunk}, {device}"
-          + (f", {torch.get_num_threads()} threads" if device == "cpu" else f" ({torch.cuda.get_device_name()})"))
-    print(f"{'form':<18}{'ms':>8}{'peak MB':>10}{'/ ours':>9}{'/ floor':>9}{'gradient error':>16}")
-    for name in runs:
-        peak = _peak_bytes(runs[name], device) / 1e6
+    ours = ms.get("fused, compiled", ms["fused"])
+    print(f"\n{title}\n{'form':<18}{'ms':>8}{'peak MB':>10}{'/ ours':>9}{'/ floor':>9}{'gradient error':>16}")
+    for name, run in runs.items():
         error = f"{errors[name]:.1e}" if name in errors else ""
-        ratios = f"{ms[name] / ms[ours]:>9.2f}{ms[name] / ms['matrix products']:>9.2f}"
-        print(f"{name:<18}{ms[name]:>8.0f}{peak:>10.1f}{ratios}{error:>16}")
+        ratios = f"{ms[name] / ours:>9.2f}{ms[name] / ms['matrix products']:>9.2f}"
+        print(f"{name:<18}{ms[name]:>8.0f}{_peak_bytes(run, device) / 1e6:>10.1f}{ratios}{error:>16}")
+
+
+def bench(N, V, H, alpha=0.5, chunk=128, device="cpu", dtype=torch.float32, rounds=5, only=None):
+    """Both losses with their gradients, every form of them that is installed or named in `only`."""
+    problem = _Problem(N, V, H, device, dtype)
+    h, W, h_t, W_t = (x.detach() for x in (problem.h, problem.W, problem.h_t, problem.W_t))
+    where = torch.cuda.get_device_name() if device == "cuda" else f"CPU, {torch.get_num_threads()} threads"
+    about = f"N={N} tokens, V={V} words, H={H}, {str(dtype)[6:]}, chunk {chunk}, {where}"
+
+    def products(teacher):
+        z = h @ W.t()
+        return (h_t @ W_t.t() if teacher else None), z @ W, z.t() @ h
+
+    for title, forms, teacher in ((f"D_{alpha}", _divergence_forms(problem, alpha, chunk), True),
+                                  ("log-probs", _logps_forms(problem, chunk), False)):
+        forms = {name: form for name, form in forms.items() if only is None or name in only}
+        _table(f"{title}, {about}", problem, forms, functools.partial(products, teacher), device, rounds)
 
 
 def main(argv=None):
     """python kernels.py: a small comparison; --bench: the full one."""
-    parser = argparse.ArgumentParser(description="Compare the forms of the token divergence.")
+    parser = argparse.ArgumentParser(description="Compare the forms of the token divergence and of the log-probs.")
     parser.add_argument("--bench", action="store_true", help="compiled forms and peers too; minutes")
     parser.add_argument("--device", default="cpu", choices=("cpu", "cuda"))
     parser.add_argument("--sizes", nargs=3, type=int, metavar=("N", "V", "H"), action="append", help="problem sizes")

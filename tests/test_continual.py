@@ -496,6 +496,85 @@ def test_a_step_without_any_signal_changes_nothing(tmp_path, monkeypatch, method
     assert all(torch.equal(before[k], after[k]) for k in before)
 
 
+# ---- evaluation: nothing is asked twice --------------------------------------------------------
+
+BATCHES = ["method=sft", "eval.batch_size=2"]      # 8 test prompts: 4 batches a task, 8 a row, 24 in a run of two stages
+
+
+@pytest.fixture
+def batches(monkeypatch):
+    """The evaluation's batches are counted, and the process dies in number batches[0]."""
+    import eval as evaluation
+
+    counted, original = [None], evaluation.rollout
+
+    def rollout(*args, **kwargs):
+        if len(counted) == counted[0]:
+            raise KeyError("cut")
+        counted.append(args[2])
+        return original(*args, **kwargs)
+
+    monkeypatch.setattr(evaluation, "rollout", rollout)
+    return counted
+
+
+@pytest.fixture(scope="module")
+def evaluated(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("evaluated")
+    run(tiny(folder, *BATCHES))
+    return folder / "run"
+
+
+@pytest.mark.parametrize("end", [2, 7, 12, 17, 24])
+def test_a_run_cut_inside_an_evaluation_goes_on_behind_the_last_batch(tmp_path, batches, evaluated, end):
+    batches[0] = end
+    with pytest.raises(KeyError):
+        run(tiny(tmp_path, *BATCHES))
+    batches[0] = None
+    run(tiny(tmp_path, *BATCHES))
+    assert len(batches) - 1 == 24
+    assert_equal_runs(evaluated, tmp_path / "run")
+    answers = sorted(p.name for p in (tmp_path / "run" / "answers").iterdir())
+    assert answers == sorted(f"{w}-{t}.jsonl" for w in ("base", "stage-1", "stage-2") for t in ("math", "science"))
+    for name in (*[f"answers/{a}" for a in answers], "evaluation-1.json", "evaluation-2.json"):
+        assert (tmp_path / "run" / name).read_text().replace(str(tmp_path), "") == \
+            (evaluated / name).read_text().replace(str(evaluated.parent), "")
+
+
+def test_answers_of_weights_that_are_trained_again_are_asked_again(tmp_path, batches, evaluated):
+    """Cut in the second stage's evaluation, then its last checkpoint is lost: one step more makes these weights anew."""
+    batches[0] = 19
+    with pytest.raises(KeyError):
+        run(tiny(tmp_path, *BATCHES))
+    newest = continual.checkpoints(tmp_path / "run")[0]
+    assert newest.name == "002-000003" and (tmp_path / "run" / "answers" / "stage-2-math.jsonl").exists()
+    (newest / "state.json").write_text("{}")
+    batches[:] = [None]
+    run(tiny(tmp_path, *BATCHES))
+    assert len(batches) - 1 == 8                                          # the whole row again, and no other
+    assert_equal_runs(evaluated, tmp_path / "run")
+
+
+def test_sets_out_of_distribution_are_measured_and_never_trained_on(tmp_path, evaluated):
+    tree = yaml.safe_load(TINY.read_text())
+    tree["tasks"] = [t | {"test_limit": 8, "steps": 3} for t in tree["tasks"]]
+    tree["tasks"], tree["ood"] = tree["tasks"][:2], [t | {"name": f"far-{t['name']}", "test_limit": 5} for t in tree["tasks"][2:]]
+    tree["ood"][1] |= {"path": tree["ood"][1].pop("test_path"), "test_limit": 20}    # no test rows of its own: all 96 are
+    (tmp_path / "config.yaml").write_text(yaml.safe_dump(tree))
+    (tmp_path / "tiny").symlink_to(TINY.parent / "tiny")
+    rows = run(load_config(tmp_path / "config.yaml", [*SHORT, *BATCHES, f"out_dir={tmp_path / 'run'}"]))
+    matrix = json.loads((tmp_path / "run" / "matrix.json").read_text())
+    plain = json.loads((evaluated / "matrix.json").read_text())
+    assert {k: matrix[k] for k in plain} == plain and rows == {"run": plain["rows"]}     # the tasks' own numbers don't change
+    assert matrix["ood"]["tasks"] == ["far-tool", "far-code"]
+    assert [len(r) for r in matrix["ood"]["rows"]] == [2, 2, 2]
+    details = json.loads((tmp_path / "run" / "evaluation-2.json").read_text())
+    assert matrix["ood"]["rows"][2] == [details["far-tool"]["accuracy"], details["far-code"]["accuracy"]]
+    assert {line["task"] for line in log(tmp_path / "run")} == {"math", "science"}
+    answers = [(tmp_path / "run" / "answers" / f"base-far-{name}.jsonl").read_text().splitlines() for name in ("tool", "code")]
+    assert [len(lines) - 1 for lines in answers] == [5, 20]
+
+
 # ---- the whole thing ---------------------------------------------------------------------------
 
 

@@ -22,7 +22,7 @@ COLOUR = re.compile(r"\033\[\d+m")
 def shown():
     """{(module, terminal): output}; terminals: none, a colour one, one whose user wants no colour."""
     texts = {}
-    for module in (grpo, sdpo):
+    for module, demo in ((grpo, lambda: grpo.main([])), (sdpo, sdpo.main)):
         for terminal in ("none", "colour", "plain"):
             with pytest.MonkeyPatch.context() as patch:
                 patch.delenv("NO_COLOR", raising=False)
@@ -31,7 +31,7 @@ def shown():
                 with contextlib.redirect_stdout(io.StringIO()) as lines:
                     patch.setattr(lines, "isatty", lambda: terminal != "none")
                     start = time.process_time()
-                    module.main()
+                    demo()
                     assert time.process_time() - start < 10
                 texts[module.__name__, terminal] = lines.getvalue()
     return texts

@@ -2,13 +2,14 @@
 
 import json
 import math
+from types import SimpleNamespace
 
 import pytest
 import torch
 
 from eval import (
-    Example, TaskSpec, continual_metrics, extract_code, last_boxed, load_task, matrix_drift, mmd, pass_at_k,
-    principal_angles, tool_calls, verify, weight_drift,
+    Example, Task, TaskSpec, accuracy, continual_metrics, extract_code, last_boxed, load_task, matrix_drift, mmd,
+    pass_at_k, principal_angles, saved_answers, tool_calls, verify, weight_drift,
 )
 
 
@@ -349,6 +350,120 @@ def test_pass_at_k_equals_drawing_every_subset():
         pass_at_k(4, 1, 5)
 
 
+# ---- sampled accuracy --------------------------------------------------------------------------
+
+
+@pytest.fixture
+def sampler(monkeypatch):
+    """A rollout whose answers are coin tosses, heads are right. sampler.asked: the prompts, batch by batch; sampler.end:
+    the number of the batch in which the process dies."""
+    import eval as evaluation  # the module, to replace its rollout
+
+    self = SimpleNamespace(asked=[], end=None, texts=None)
+
+    def rollout(model, tokenizer, prompts, group_size, **sampling):
+        if len(self.asked) + 1 == self.end:
+            raise KeyboardInterrupt
+        self.asked.append([p[0]["content"] for p in prompts])
+        N = len(prompts) * group_size
+        texts = ["heads" if toss else "tails" for toss in torch.randint(2, (N,)).tolist()] if self.texts is None else self.texts
+        mask = torch.arange(4) < torch.tensor([1 + len(t) % 2 for t in texts])[:, None]    # heads, tails: 2 tokens
+        return SimpleNamespace(texts=texts, mask=mask, truncated=torch.tensor([t == "tails" for t in texts]))
+
+    monkeypatch.setattr(evaluation, "rollout", rollout)
+    return self
+
+
+def questions(n):
+    examples = [Example(str(i), [{"role": "user", "content": f"q{i}"}], "heads") for i in range(n)]
+    return Task(TaskSpec("coins", "none", "exact"), [], examples, {})
+
+
+def test_avg_and_pass_at_k_of_known_answers(sampler):
+    """Right answers of four: 1, 3, 0. pass@2 = 1 - C(4 - c, 2) / 6: 1/2, 1, 0."""
+    sampler.texts = "heads tails tails tails heads heads tails heads tails tails tails tails".split()
+    found = accuracy(None, None, questions(3), samples=4)
+    assert found["rewards"] == [[1, 0, 0, 0], [1, 1, 0, 1], [0, 0, 0, 0]] and found["responses"] == sampler.texts
+    assert [found[k] for k in ("accuracy", "avg@4", "pass@1")] == pytest.approx([1 / 3] * 3)
+    assert (found["pass@2"], found["pass@4"]) == pytest.approx((0.5, 2 / 3))
+    assert (found["truncated"], found["length"], found["well_formed"]) == pytest.approx((8 / 12, 2.0, 1.0))
+
+
+@pytest.mark.parametrize("samples, ks", [(1, [1]), (6, [1, 2, 4, 6]), (16, [1, 2, 4, 8, 16])])
+def test_pass_at_powers_of_two_and_all(sampler, samples, ks):
+    found = accuracy(None, None, questions(2), samples=samples)
+    assert [key for key in found if key.startswith("pass@")] == [f"pass@{k}" for k in ks] and f"avg@{samples}" in found
+
+
+@pytest.mark.parametrize("end", [1, 2, 3, 4])
+def test_a_cut_evaluation_asks_nothing_twice_and_ends_the_same(sampler, tmp_path, end):
+    """Seven prompts, two at a time: batches of 2, 2, 2 and 1."""
+    how = dict(samples=3, batch_size=6, seed=5, temperature=0.6, top_p=0.95, file=tmp_path / "new" / "a.jsonl")
+    whole = accuracy(None, None, questions(7), **how | {"file": None})
+    assert sampler.asked == [["q0", "q1"], ["q2", "q3"], ["q4", "q5"], ["q6"]]
+    assert whole["responses"][:6] != whole["responses"][6:12]                 # each batch has its own randomness
+    sampler.asked, sampler.end = [], end
+    with pytest.raises(KeyboardInterrupt):
+        accuracy(None, None, questions(7), **how)
+    sampler.end = None
+    torch.manual_seed(99)                                                     # whatever the next process has drawn before
+    assert accuracy(None, None, questions(7), **how) == whole
+    assert sampler.asked == [["q0", "q1"], ["q2", "q3"], ["q4", "q5"], ["q6"]]
+    assert accuracy(None, None, questions(7), **how) == whole and len(sampler.asked) == 4
+    torch.manual_seed(99)
+    state = torch.get_rng_state()
+    accuracy(None, None, questions(7), **how | {"file": None})
+    assert torch.equal(torch.get_rng_state(), state)                          # the caller's randomness is its own
+    asked, records = saved_answers(tmp_path / "new" / "a.jsonl")
+    assert (asked["samples"], asked["temperature"]) == (3, 0.6) and [r["id"] for r in records] == list("0123456")
+    assert [r["rewards"] for r in records] == whole["rewards"] and sum([r["responses"] for r in records], []) == whole["responses"]
+
+
+@pytest.mark.parametrize("change", [
+    dict(seed=6), dict(samples=2), dict(temperature=0.5), dict(top_p=0.9), dict(top_k=3), dict(max_new_tokens=9), dict(batch_size=9),
+    dict(template={"enable_thinking": False}), dict(weights="stage-2"), "question", "answer", "verifier"])
+def test_other_questions_begin_the_answers_anew(sampler, tmp_path, change):
+    how, task = dict(samples=3, batch_size=6, file=tmp_path / "a.jsonl", weights="stage-1"), questions(4)
+    accuracy(None, None, task, **how)
+    if change == "question":
+        task.test[3].messages[0]["content"] = "other"
+    elif change == "answer":
+        task.test[3].answer = "edge"
+    elif change == "verifier":
+        task.spec.verifier = "math"
+    sampler.asked = []
+    accuracy(None, None, task, **how | (change if isinstance(change, dict) else {}))
+    assert sum(sampler.asked, [])[:3] == ["q0", "q1", "q2"] and len(sum(sampler.asked, [])) == 4
+    assert len(saved_answers(tmp_path / "a.jsonl")[1]) == 4
+
+
+@pytest.mark.parametrize("harm, kept", [
+    (lambda text: text[:-1], 4), (lambda text: text + '{"id": "9', 6), (lambda text: "\n".join(text.split("\n")[:5]) + "\n", 4),
+    (lambda text: text.replace('"id": "3"', '"id": 3"'), 0), (lambda text: "", 0), (lambda text: "\0" * 10 + text, 0)])
+def test_damaged_answers_are_asked_again(sampler, tmp_path, harm, kept):
+    """Six prompts, two at a time. A line without its end, half a line more, half a batch, a broken line, nothing, noise."""
+    file = tmp_path / "a.jsonl"
+    whole = accuracy(None, None, questions(6), batch_size=2, file=file)
+    file.write_text(harm(file.read_text()))
+    sampler.asked = []
+    assert accuracy(None, None, questions(6), batch_size=2, file=file) == whole
+    assert sum(sampler.asked, []) == [f"q{i}" for i in range(kept, 6)]
+    assert len(file.read_text().splitlines()) == 7
+
+
+def test_after_every_batch_somebody_may_stop_it(sampler, tmp_path):
+    seen = []
+
+    def stop():
+        seen.append(len(saved_answers(tmp_path / "a.jsonl")[1]))
+        if len(seen) == 2:
+            raise SystemExit
+
+    with pytest.raises(SystemExit):
+        accuracy(None, None, questions(6), batch_size=2, file=tmp_path / "a.jsonl", after_batch=stop)
+    assert seen == [2, 4]
+
+
 # ---- drift -------------------------------------------------------------------------------------
 
 
@@ -426,7 +541,7 @@ def test_equal_programs_are_run_once(monkeypatch):
     import eval as evaluation  # the module, to count its calls; elsewhere names are imported from it
 
     runs = []
-    monkeypatch.setattr(evaluation, "run_program", lambda program, tests: (runs.append(program), (1, ""))[1])
+    monkeypatch.setattr(evaluation, "run_program", lambda program, tests, timeout: (runs.append(program), (1, ""))[1])
     example = gold(tests=["assert only_here(1) == 2"])
     for body in ("return x + 1", "return x + 1", "return x + 2"):
         evaluation.verify("code", f"```python\ndef only_here(x):\n    {body}\n```", example)

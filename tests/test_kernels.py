@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from kernels import (
-    fused_token_kl, fused_token_logps, masked_mean, predicting, sampled_kl, token_entropy, token_kl, token_logps,
+    _divergence_core, fused_token_kl, fused_token_logps, masked_mean, predicting, sampled_kl, token_entropy, token_kl, token_logps,
 )
 
 ALPHAS = [0, 0.3, 0.5, 1]
@@ -371,8 +371,8 @@ class Largest(TorchDispatchMode):
         return out
 
 
-@pytest.mark.parametrize("fused", [True, False])
-def test_fused_makes_no_tensor_of_all_logits_and_keeps_less_than_one(fused):
+@pytest.mark.parametrize("method", ["sdpo", "grpo", "plain"])
+def test_fused_makes_no_tensor_of_all_logits_and_keeps_less_than_one(method):
     """What autograd keeps is smaller than one (N, V) tensor, and no operation makes more than a chunk of it."""
     tokens, words, chunk, kept = 64, 500, 16, {}
     h, W = normals(tokens, 2).requires_grad_(), normals(words, 2, seed=1).requires_grad_()
@@ -384,11 +384,14 @@ def test_fused_makes_no_tensor_of_all_logits_and_keeps_less_than_one(fused):
 
     with Largest() as largest:
         with torch.autograd.graph.saved_tensors_hooks(pack, lambda x: x):
-            if fused:
+            if method == "sdpo":
                 loss = fused_token_kl(h, head(W), *others, alpha=0.5, chunk=chunk)[0]
+            elif method == "grpo":
+                loss = fused_token_logps(h, head(W), others[-1], chunk=chunk)[0].sum()
             else:                                                          # the plain form, to show that the count counts
                 loss = token_kl(F.linear(h, W), F.linear(others[0], W), 0.5).sum()
         loss.backward()
+    fused = method != "plain"
     assert (sum(kept.values()) < tokens * words) == fused
     assert largest.elements == (chunk if fused else tokens) * words
 
@@ -406,6 +409,110 @@ def test_compiled_kernel_equals_the_eager_one(settings):
         torch.testing.assert_close(fast, eager)
 
 
+@pytest.mark.parametrize("topk", [None, 3])
+@pytest.mark.parametrize("alpha", ALPHAS)
+def test_fused_passes_gradcheck_where_the_chunk_does_not_divide_the_tokens(alpha, topk):
+    h, W, *others = fused_inputs()
+
+    def loss(h, W):
+        return run_fused(h, W, *others, alpha=alpha, topk=topk, chunk=3)[0]
+
+    assert torch.autograd.gradcheck(loss, (h.requires_grad_(), W.requires_grad_()))
+
+
+def test_one_compiled_graph_serves_seven_lengths_and_equals_the_loop():
+    """Blocks of one length: neither a new N nor a short last block may compile again."""
+    torch._dynamo.reset()
+    _divergence_core.cache_clear()
+    torch._dynamo.utils.counters.clear()
+    for tokens in (1, 2, 15, 16, 17, 40, 64):
+        h, t = normals(tokens, H), normals(tokens, H, seed=1)
+        W, words = normals(V, H, seed=2), torch.arange(tokens) % V
+        weights = torch.full((tokens,), 0.5, dtype=torch.float64)
+        loss, *_ = fused_token_kl(h, head(W), t, head(W), weights, words, alpha=0.3, chunk=32, compiled=True)
+        right = [0.5 * reference_kl(project(a, W.tolist()), project(b, W.tolist()), 0.3) for a, b in zip(h.tolist(), t.tolist())]
+        assert loss.item() == pytest.approx(math.fsum(right), rel=1e-9)
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 1
+
+
+def from_logits(z, teacher, weights, *, alpha, topk=None, compiled=False):
+    """The fused divergence of given logits (an identity head) in float32, with their gradient."""
+    z = torch.tensor(z, dtype=torch.float32, requires_grad=True)
+    eye, n = head(torch.eye(z.shape[1])), len(z)
+    loss, divergence, *_ = fused_token_kl(
+        z, eye, torch.tensor(teacher, dtype=torch.float32), eye, torch.tensor(weights), torch.zeros(n, dtype=torch.long),
+        alpha=alpha, topk=topk, chunk=2, compiled=compiled,
+    )
+    loss.backward()
+    return loss, divergence, z.grad
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+@pytest.mark.parametrize("alpha, topk", [(0, None), (0.5, None), (1, None), (0.5, 2)])
+def test_fused_extremes_are_finite_and_right(alpha, topk, compiled):
+    """Logits of +-60 against their opposites, equal distributions, and a row of weight 0 that says the most."""
+    far, near = [60.0, -60.0, 0.0, 30.0, -30.0], [1.0, 0.5, 0.0, -0.5, 0.2]
+    rows, teacher = [far, near, near, far], [far[::-1], near, near[::-1], [-x for x in far]]
+    loss, divergence, grad = from_logits(rows, teacher, [0.25, 0.25, 0.5, 0.0], alpha=alpha, topk=topk, compiled=compiled)
+    right = [reference_kl(s, t, alpha, topk) for s, t in zip(rows, teacher)]
+    assert divergence.tolist() == pytest.approx(right, rel=1e-5, abs=1e-6)
+    assert loss.item() == pytest.approx(0.25 * right[0] + 0.5 * right[2], rel=1e-5, abs=1e-6)
+    assert grad.isfinite().all()
+    assert grad[1].abs().max() < 1e-7 and grad[3].abs().max() == 0         # nothing to learn from an equal; nothing counts
+
+
+@pytest.mark.parametrize("alpha", ALPHAS)
+@pytest.mark.parametrize("gap", [4, 8, 16, 20])
+def test_fused_tails_down_to_1e_8_keep_their_precision(gap, alpha):
+    s, t = [float(gap), gap - 0.5] + [0.0] * 8, [1.0, 0.5] + [0.1 * v for v in range(8)]
+    for student, teacher in ((s, t), (t, s)):
+        _, divergence, _ = from_logits([student], [teacher], [1.0], alpha=alpha, topk=2)
+        assert divergence.item() == pytest.approx(reference_kl(student, teacher, alpha, 2), rel=1e-5)
+
+
+@pytest.mark.parametrize("kind", ["autocast", "bfloat16"])
+def test_fused_in_bfloat16_stays_near_float64_and_keeps_the_weights_type(kind):
+    """bfloat16 products, float32 everything else; float32 weights get float32 gradients under autocast."""
+    h, W, teacher_h, teacher_W, weights, tokens, _ = fused_inputs()
+    exact = [x.clone().requires_grad_() for x in (h, W)]
+    right = fused_token_kl(exact[0], head(exact[1]), teacher_h, head(teacher_W), weights, tokens, alpha=0.5, chunk=3)[0]
+    right.backward()
+    dtype = torch.float32 if kind == "autocast" else torch.bfloat16
+    h, W, teacher_h, teacher_W = (x.to(dtype) for x in (h, W, teacher_h, teacher_W))
+    leaves = h.requires_grad_(), W.requires_grad_()
+    with torch.autocast("cpu", dtype=torch.bfloat16, enabled=kind == "autocast"):
+        loss, *logged = fused_token_kl(
+            leaves[0], head(leaves[1]), teacher_h, head(teacher_W), weights.float(), tokens, alpha=0.5, chunk=3)
+        logps, _ = fused_token_logps(leaves[0], head(leaves[1]), tokens, chunk=3)
+    assert loss.dtype == torch.float32 and all(x.dtype == torch.float32 for x in (*logged, logps))
+    assert loss.item() == pytest.approx(right.item(), rel=0.05)
+    loss.backward()
+    for ours, theirs in zip(leaves, exact):
+        assert ours.grad.dtype == dtype
+        assert (ours.grad - theirs.grad).norm() < 0.05 * theirs.grad.norm()
+
+
+def test_without_a_compiler_it_warns_once_and_goes_on(monkeypatch):
+    def broken(function, **_):
+        def call(*args):
+            raise RuntimeError("no C++ compiler")
+        return call
+
+    monkeypatch.setattr(torch, "compile", broken)
+    _divergence_core.cache_clear()
+    with pytest.warns(UserWarning, match="torch.compile failed") as warned:
+        losses = [run_fused(*fused_inputs(), alpha=0.5, chunk=3, compiled=compiled)[0].item() for compiled in (True, True, False)]
+    _divergence_core.cache_clear()
+    assert losses[0] == losses[1] == pytest.approx(losses[2], rel=1e-12) and len(warned) == 1
+
+
+def test_a_second_backward_gives_the_same_gradients_again():
+    h, W, *others = fused_inputs()
+    loss, *_ = run_fused(h.requires_grad_(), W, *others, alpha=0.5, chunk=3)
+    first, second = (torch.autograd.grad(c * loss, h, retain_graph=True)[0] for c in (3, 6))
+    torch.testing.assert_close(2 * first, second)
+
+
 def test_fused_refuses_a_sampled_divergence_other_than_reverse_kl():
     with pytest.raises(ValueError, match="alpha"):
         run_fused(*fused_inputs(), alpha=0.5, sampled=True)
@@ -417,11 +524,11 @@ def test_fused_refuses_an_importance_cap_without_the_old_log_probs():
         run_fused(*fused_inputs()[:-1], None, alpha=0.5, is_clip=2.0)
 
 
-@pytest.mark.parametrize("chunk", [1, 3, 64])
-def test_fused_token_logps_equal_the_plain_ones(chunk):
+@pytest.mark.parametrize("chunk, compiled", [(1, False), (3, False), (64, False), (4, True)])
+def test_fused_token_logps_equal_the_plain_ones(chunk, compiled):
     h, W, *_, tokens, _ = fused_inputs()
     h, W = h.requires_grad_(), W.requires_grad_()
-    ours, entropy = fused_token_logps(h, head(W), tokens, temperature=0.7, chunk=chunk)
+    ours, entropy = fused_token_logps(h, head(W), tokens, temperature=0.7, chunk=chunk, compiled=compiled)
     plain = token_logps(F.linear(h, W), tokens, 0.7)
     torch.testing.assert_close(ours, plain)
     torch.testing.assert_close(entropy, token_entropy(F.linear(h, W) / 0.7).detach())
