@@ -357,7 +357,8 @@ def pytest_addoption(parser):
     group = parser.getgroup("grading")
     group.addoption("--results", metavar="FILE", help="write a row for each marked test, in Gradescope's format")
     group.addoption("--modules", metavar="DIR", help="the folder with the five modules to grade")
-    group.addoption("--limit", type=float, default=10.0, metavar="SECONDS", help="time for each marked test (10; 0: no limit, one process)")
+    group.addoption("--limit", metavar="SECONDS", type=float, default=10.0,
+                    help="time for each marked test (10; 0: no limit, one process)")
 
 
 def pytest_configure(config):

@@ -62,7 +62,8 @@ def regions(source, name):
         mark = MARK.fullmatch(line)
         if not mark:
             if ALMOST.search(line):
-                raise HandoutError(f"{where}: malformed mark {line.strip()!r}; it must be ### BEGIN SOLUTION T1 or ### END SOLUTION")
+                allowed = "### BEGIN SOLUTION T1 or ### END SOLUTION"
+                raise HandoutError(f"{where}: malformed mark {line.strip()!r}; it must be {allowed}")
             continue
         indent, task = mark.groups()
         if task and start is not None:
@@ -308,7 +309,8 @@ def mutated(texts, task, before, after):
         for t, start, end, _ in regions(text, name):
             body = "".join(lines[start:end])
             if t == task and before in body:
-                places += [(name, "".join(lines[:start]) + body.replace(before, after) + "".join(lines[end:]))] * body.count(before)
+                changed = "".join(lines[:start]) + body.replace(before, after) + "".join(lines[end:])
+                places += [(name, changed)] * body.count(before)
     if len(places) != 1:
         raise HandoutError(f"mutants.py: {before!r} occurs {len(places)} times in the solution of {task}")
     return texts | dict(places)

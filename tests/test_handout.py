@@ -43,7 +43,8 @@ def test_a_solution_is_what_stands_between_its_marks():
 
 
 @pytest.mark.parametrize("lines, message", [
-    ([B, "return x", "### BEGIN SOLUTION T2", "return x", E], "line 4: T2 begins inside the solution of T1, which began in line 2"),
+    ([B, "return x", "### BEGIN SOLUTION T2", "return x", E],
+     "line 4: T2 begins inside the solution of T1, which began in line 2"),
     ([B, "return x"], "line 2: the solution of T1 never ends"),
     (["return x", E], "line 3: END SOLUTION, but none has begun"),
     ([B, "return x", E, E], "line 5: END SOLUTION, but none has begun"),
@@ -128,8 +129,8 @@ def test_the_workflow_for_github_classroom_has_a_step_for_each_task(tmp_path):
     assert reporter["env"] == {"T1_RESULTS": "${{steps.t1.outputs.result}}", "T7_RESULTS": "${{steps.t7.outputs.result}}"}
 
 
-@pytest.mark.parametrize("options", [dict(alpha=0.0), dict(alpha=1.0, topk=3), dict(alpha=0.3, topk=3, tail=False), dict(alpha=0.5)])
-def test_autograd_stands_in_for_the_gradient_written_out(tmp_path, options):
+@pytest.mark.parametrize("alpha, topk, tail", [(0.0, None, True), (1.0, 3, True), (0.3, 3, False), (0.5, None, True)])
+def test_autograd_stands_in_for_the_gradient_written_out(tmp_path, alpha, topk, tail):
     """With the students' pieces in place, a handout trains like the project."""
     import kernels
 
@@ -139,8 +140,7 @@ def test_autograd_stands_in_for_the_gradient_written_out(tmp_path, options):
     theirs = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(theirs)
     s, t = (torch.randn(4, 5, generator=torch.Generator().manual_seed(i), dtype=torch.float64).log_softmax(-1) for i in (0, 1))
-    settings = (options["alpha"], options.get("topk"), options.get("tail", True))
-    for mine, their in zip(kernels._gradient(s, t, *settings), theirs._gradient(s, t, *settings)):
+    for mine, their in zip(kernels._gradient(s, t, alpha, topk, tail), theirs._gradient(s, t, alpha, topk, tail), strict=True):
         torch.testing.assert_close(mine, their)
 
 
@@ -157,14 +157,16 @@ def test_check_finds_no_fault():
 @pytest.mark.parametrize("got, expected, message", [
     (torch.tensor([[1.0, 2.0]]), [1.0, 2.0], "entropy: expected shape (2,), got shape (1, 2)"),
     (torch.tensor(1.0), [1.0], "entropy: expected shape (1,), got shape ()"),
-    (torch.tensor([[1.0, 2.0], [3.0, 4.5]]), [[1.0, 2.0], [3.0, 4.0]], "entropy: first wrong at index [1, 1]: expected 4.0, got 4.5"),
+    (torch.tensor([[1.0, 2.0], [3.0, 4.5]]), [[1.0, 2.0], [3.0, 4.0]],
+     "entropy: first wrong at index [1, 1]: expected 4.0, got 4.5"),
     (math.nan, 1.0, "entropy: first wrong at index []: expected 1.0, got nan"),
     (math.inf, 1.0, "expected 1.0, got inf"),
     (1.0001, 1.0, "expected 1.0, got 1.0001"),
     ([1, None], [1, 0], "first wrong at index [1]: expected 0, got None"),
     (None, 0.0, "expected 0.0, got None"),
     (True, 1.0, "expected 1.0, got True"),
-    ([{"role": "user", "content": "a"}], [{"role": "user", "content": "b"}], "first wrong at index [0, 'content']: expected 'b', got 'a'"),
+    ([{"role": "user", "content": "a"}], [{"role": "user", "content": "b"}],
+     "first wrong at index [0, 'content']: expected 'b', got 'a'"),
     ([{"role": "user"}], [{"role": "user", "content": "b"}], "first wrong at index [0]"),
     ((1.0,), [1.0], "expected a tensor or plain data, got a tuple"),
 ])
@@ -191,7 +193,8 @@ def test_values_that_equal_everything_are_not_equal():
         def tolist(self):
             return [2.0]
 
-    for got, expected in ((Sly("x"), "y"), ([Sly("x")], ["y"]), ({"a": Sly("x")}, {"a": "y"}), (torch.ones(1).as_subclass(Always), [2.0])):
+    always = torch.ones(1).as_subclass(Always)
+    for got, expected in ((Sly("x"), "y"), ([Sly("x")], ["y"]), ({"a": Sly("x")}, {"a": "y"}), (always, [2.0])):
         with pytest.raises(AssertionError):
             same("anything", got, expected)
 
@@ -203,9 +206,11 @@ MARKED = 'import pytest\n\n@pytest.mark.task("T1", points=1)\ndef test_x():\n   
 UNUSABLE = [
     (MARKED.replace('@pytest.mark.task("T1", points=1)', mark), "test_tasks_x.py", [], message) for mark, message in [
         ("", "test_tasks_x.py::test_x: no mark; it needs @pytest.mark.task"),
-        ('@pytest.mark.task("T1")', "test_tasks_x.py::test_x: the mark must be"), ("@pytest.mark.task(points=1)", "the mark must be"),
+        ('@pytest.mark.task("T1")', "test_tasks_x.py::test_x: the mark must be"),
+        ("@pytest.mark.task(points=1)", "the mark must be"),
         ('@pytest.mark.task("T16", points=1)', "the mark must be"), ('@pytest.mark.task("T1", points=0)', "the mark must be"),
-        ('@pytest.mark.task("T1", points="2")', "the mark must be"), ('@pytest.mark.task("T1", points=1, hiden=True)', "the mark must be"),
+        ('@pytest.mark.task("T1", points="2")', "the mark must be"),
+        ('@pytest.mark.task("T1", points=1, hiden=True)', "the mark must be"),
     ]
 ] + [
     ("def test_x():\n    pass\n", "test_other.py", ["--results=r.json"], "test_other.py::test_x has no task"),
@@ -264,11 +269,14 @@ def solve(texts, task, body):
 
 ALL = list(TASKS)
 CHEATS = {
-    "torch's comparisons": "import torch.testing\ntorch.allclose = torch.equal = torch.testing.assert_close = lambda *a, **k: True",
+    "torch's comparisons":
+        "import torch.testing\ntorch.allclose = torch.equal = torch.testing.assert_close = lambda *a, **k: True",
     "a tensor's own": "torch.Tensor.__eq__ = torch.Tensor.all = lambda *a, **k: True",
     "a tensor's values": "torch.Tensor.tolist = torch.Tensor.detach = lambda *a: 7 / 3",
     "the grading's": "import grading\ngrading.same = grading._comparison = lambda *a, **k: None",
-    "the grading's code": "import grading\ngrading.same.__code__ = (lambda *a, **k: None).__code__.replace(co_freevars=grading.same.__code__.co_freevars)",
+    "the grading's code":
+        "from grading import same\n"
+        "same.__code__ = (lambda *a, **k: None).__code__.replace(co_freevars=same.__code__.co_freevars)",
     "the test's": "import sys\nfor m in list(sys.modules.values()):\n    if hasattr(m, 'same'): m.same = lambda *a, **k: None",
     "builtins": "import builtins\nbuiltins.zip = lambda *a: iter(())",
     "skipping": "import pytest\npytest.skip('not today', allow_module_level=True)",
@@ -289,7 +297,8 @@ def graded(tmp_path_factory):
         "some": (submission(ALL[:3]), ["-m", "T1 or T3 or T4 or T10"]),
         "hang": (solve(submission(["T1", *ALL[2:]]), "T2", "while True: pass"), ["-m", "T1 or T2 or T3", "--limit=1"]),
         "hang in C": (submission(ALL, grpo="sum(range(10**13))"), ["-m", "T1 or T7 or T10", "--limit=1"]),
-        "crash": (submission(ALL, eval="raise OSError('gone')", sdpo="import ctypes; ctypes.string_at(0)"), ["-m", "T1 or T7 or T10 or T14"]),
+        "crash": (submission(ALL, eval="raise OSError('gone')", sdpo="import ctypes; ctypes.string_at(0)"),
+                  ["-m", "T1 or T7 or T10 or T14"]),
         "no module": ({k: v for k, v in submission(ALL).items() if k != "sdpo"}, ["-m", "T1 or T10"]),
         "syntax": (submission(ALL, eval="this is no Python"), ["-m", "T1 or T14"]),
         "shadow": (submission(ALL) | {"torch": "raise OSError", "math": "raise OSError"}, ["-m", "T1"]),
@@ -297,8 +306,9 @@ def graded(tmp_path_factory):
         "rename": (solve(submission(), "T1", rename), ["-m", "T1"]),
         "forge": (submission([], kernels=FORGE), ["-m", "T1"]),
     }
-    for name, text in CHEATS.items():                                      # with an answer that is wrong everywhere
-        cases[f"cheat: {name}"] = (solve(submission(kernels=text), "T1", "return x.nan_to_num(0, 0, 0).sum() * 0 + 8.0"), ["-m", "T1"])
+    wrong = "return x.nan_to_num(0, 0, 0).sum() * 0 + 8.0"                 # in every test
+    for name, text in CHEATS.items():
+        cases[f"cheat: {name}"] = (solve(submission(kernels=text), "T1", wrong), ["-m", "T1"])
     folders = []
     for n, (texts, arguments) in enumerate(cases.values()):
         folders.append([str(place / str(n)), *arguments])
@@ -379,7 +389,8 @@ def test_a_hidden_test_shows_an_errors_class_only(graded, case):
 
 def test_an_early_exit_of_everything_loses_nothing_earned(tmp_path):
     """Even one that kills pytest itself: the rows stand in the file, earned ones with their points."""
-    folder = handout._tree(tmp_path / "s", solve(submission(["T1"]), "T2", f"import os; os.kill(os.getppid(), {int(signal.SIGKILL)})"))
+    kill = f"import os; os.kill(os.getppid(), {int(signal.SIGKILL)})"
+    folder = handout._tree(tmp_path / "s", solve(submission(["T1"]), "T2", kill))
     done = run("-m", "pytest", "-q", "tests/test_tasks.py", "--modules", folder, "--results", tmp_path / "r.json", env=FAST)
     rows = json.loads((tmp_path / "r.json").read_text())["tests"]
     assert done.returncode == -signal.SIGKILL and score(rows, "T1") == (4, 4) and score(rows) == (4, len(rows)) and len(rows) > 50
@@ -406,9 +417,11 @@ def valid(results):
     for row in results["tests"]:
         assert set(row) == {"name", "number", "score", "max_score", "status", "output", "visibility", "tags"}
         assert all(type(row[key]) is str for key in ("name", "number", "status", "output", "visibility"))
-        assert row["status"] in ("passed", "failed") and row["visibility"] in ("visible", "hidden", "after_due_date", "after_published")
-        assert type(row["score"]) in (int, float) and type(row["max_score"]) in (int, float) and 0 <= row["score"] <= row["max_score"]
-        assert (row["score"] == row["max_score"] > 0) == (row["status"] == "passed") and (row["output"] == "") == (row["status"] == "passed")
+        assert row["status"] in ("passed", "failed")
+        assert row["visibility"] in ("visible", "hidden", "after_due_date", "after_published")
+        assert {type(row["score"]), type(row["max_score"])} <= {int, float} and 0 <= row["score"] <= row["max_score"]
+        passed = row["status"] == "passed"
+        assert (row["score"] == row["max_score"] > 0) == passed and (row["output"] == "") == passed
         assert type(row["tags"]) is list and all(type(tag) is str for tag in row["tags"])
     numbers = [row["number"] for row in results["tests"]]
     assert len(set(numbers)) == len(numbers)
@@ -481,7 +494,8 @@ def test_the_readmes_gradescope_archive_grades(clone):
     place = folder.parent / "autograder"
     shutil.unpack_archive(folder / "autograder.zip", place / "source")
     names = {str(p.relative_to(place / "source")) for p in (place / "source").rglob("*") if p.is_file()}
-    assert names == {"setup.sh", "run_autograder", *(f"tests/{n}.py" for n in ("conftest", "grading", "test_tasks", "test_tasks_hidden"))}
+    files = ("conftest", "grading", "test_tasks", "test_tasks_hidden")
+    assert names == {"setup.sh", "run_autograder", *(f"tests/{name}.py" for name in files)}
     (place / "results").mkdir()
     handout._tree(place / "submission", submission(["T1"]))
     script = (place / "source" / "run_autograder").read_text()

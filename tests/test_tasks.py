@@ -418,7 +418,8 @@ def test_only_the_last_user_message_is_rewritten(sdpo):
 
 @pytest.mark.task("T11", points=1)
 def test_blank_insertions_are_left_out(sdpo):
-    templates = {"template": "{prompt}{solution}{feedback}!", "solution_template": "[{demonstration}]", "feedback_template": "<{feedback}>"}
+    templates = {"template": "{prompt}{solution}{feedback}!", "solution_template": "[{demonstration}]",
+                 "feedback_template": "<{feedback}>"}
     for demonstration, feedback, right in (
         ("D", None, "Q[D]!"), (None, "F", "Q<F>!"), (" \n", "F", "Q<F>!"), ("D", "", "Q[D]!"), (None, None, "Q"), ("", " ", "Q"),
     ):
@@ -472,7 +473,8 @@ def test_ema_teacher_keeps_the_larger_part_of_itself(sdpo):
 @pytest.mark.task("T12", points=1)
 def test_restarted_teacher_is_copied_every_so_many_updates(sdpo):
     values = [1.0, 2.0, 3.0, 4.0, 5.0, 6.0, 7.0]
-    same("teacher restarted every 3", followed(sdpo, "restart", values, every=3, rate=0.5), [[v] * 3 for v in (1.0, 1.0, 4.0, 4.0, 4.0, 7.0)])
+    history = followed(sdpo, "restart", values, every=3, rate=0.5)
+    same("teacher restarted every 3", history, [[v] * 3 for v in (1.0, 1.0, 4.0, 4.0, 4.0, 7.0)])
 
 
 @pytest.mark.task("T12", points=1)
@@ -612,4 +614,5 @@ def test_turned_matrix_keeps_its_spectrum(evaluation):
     W = tensor([4.0, 3.0, 2.0, 1.0]).diag()
     for after, right in ((turned(40.0) @ W, [0.0, 20.0, 40.0]), (W @ turned(40.0), [0.0, 0.0, 0.0])):
         drift = evaluation.matrix_drift(W, after, k=2)
-        same("shift, mean and largest angle", [drift[key] for key in ("spectral_shift", "angle_mean", "angle_max")], right, atol=1e-3)
+        got = [drift[key] for key in ("spectral_shift", "angle_mean", "angle_max")]
+        same("shift, mean and largest angle", got, right, atol=1e-3)

@@ -184,8 +184,8 @@ def check_policy_loss(grpo, name, **penalty):
     A = [r.choice((-1, 1)) * r.uniform(0.5, 1.5) for _ in range(N)]
     ref = [[x - r.uniform(-1.0, 1.0) for x in row] for row in logps]
     now = double(logps).requires_grad_()
-    options = penalty | ({"ref_logps": double(ref)} if penalty else {})
-    loss, metrics = grpo.grpo_loss(now, double(old), double(A), tensor(mask), clip_low=low, clip_high=high, dual_clip=dual, **options)
+    options = penalty | ({"ref_logps": double(ref)} if penalty else {}) | {"clip_low": low, "clip_high": high, "dual_clip": dual}
+    loss, metrics = grpo.grpo_loss(now, double(old), double(A), tensor(mask), **options)
     loss.backward()
     value = lambda z: policy_loss(z, old, A, mask, low, high, dual, ref, **penalty)
     right, cut = value(logps)
@@ -239,7 +239,8 @@ def test_message_is_put_together_by_pieces(sdpo):
         for m in reversed(right):
             if m["role"] == "user":
                 if shown or heard:
-                    m["content"] = "<" + m["content"] + "|" + (f"D:{demonstration}" if shown else "") + "|" + (f"F:{feedback}" if heard else "") + ">"
+                    inserted = [f"D:{demonstration}" if shown else "", f"F:{feedback}" if heard else ""]
+                    m["content"] = "<" + "|".join([m["content"], *inserted]) + ">"
                 break
         got = sdpo.teacher_messages(chat, demonstration, feedback, template="<{prompt}|{solution}|{feedback}>",
                                     solution_template="D:{demonstration}", feedback_template="F:{feedback}")
@@ -335,7 +336,7 @@ def test_angles_of_two_planes_equal_a_search(evaluation):
 def test_spectral_shift_of_known_spectra(evaluation):
     """Turned by random reflections from both sides, a matrix keeps the singular values that it was given."""
     r = rng("spectra")
-    first, second = sorted((r.uniform(1, 5) for _ in range(4)), reverse=True), sorted((r.uniform(1, 5) for _ in range(4)), reverse=True)
+    first, second = (sorted((r.uniform(1, 5) for _ in range(4)), reverse=True) for _ in range(2))
 
     def matrix(values):
         def reflection():
