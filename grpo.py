@@ -24,6 +24,8 @@ group's statistics and its advantage is 0.
 import argparse
 import contextlib
 import logging
+import os
+import sys
 import time
 from dataclasses import dataclass
 
@@ -383,6 +385,7 @@ def group_advantages(rewards, scale_by_std=False, eps=1e-6):
     rewards = rewards if rewards.is_floating_point() else rewards.float()
     if rewards.isinf().any():
         raise ValueError("group_advantages: a reward is infinite")
+    ### BEGIN SOLUTION T7
     scored = ~rewards.isnan()                                              # (P, G)
     mean = masked_mean(rewards, scored, dim=-1).unsqueeze(-1)              # (P, 1)
     centred = torch.where(scored, rewards - mean, torch.zeros_like(rewards))
@@ -393,6 +396,7 @@ def group_advantages(rewards, scale_by_std=False, eps=1e-6):
     low = rewards.masked_fill(~scored, torch.inf).amin(-1, keepdim=True)
     high = rewards.masked_fill(~scored, -torch.inf).amax(-1, keepdim=True)
     return centred.masked_fill((high <= low) | ~scored, 0.0)
+    ### END SOLUTION
 
 
 # ------------------------------------------------------------------------------------------------
@@ -433,8 +437,10 @@ def k3(logps, ref_logps):
 
     The plain log-ratio has the right mean but a gradient of mean zero: as a penalty it does nothing.
     """
+    ### BEGIN SOLUTION T9
     d = (ref_logps - logps).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
     return d.exp() - d - 1
+    ### END SOLUTION
 
 
 def grpo_loss(
@@ -462,6 +468,8 @@ def grpo_loss(
         raise ValueError("grpo_loss: kl_coef needs ref_logps")
     weights = token_weights(mask, aggregation, total)                      # (N, T)
     mask, A = mask.bool(), advantages.unsqueeze(-1)                        # (N, T), (N, 1)
+    # All (N, T): the ratio; the losses, before the penalty; cut, where a clip stops the gradient.
+    ### BEGIN SOLUTION T8
     # Masked before exp: whatever stands in the padding, its ratio is 1.
     log_ratio = (logps - old_logps).masked_fill(~mask, 0.0)
     ratio = log_ratio.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp()           # (N, T)
@@ -473,6 +481,7 @@ def grpo_loss(
         bound = -dual_clip * A                                             # positive where A < 0
         cut = cut | ((A < 0) & (losses > bound))
         losses = torch.where(A < 0, torch.minimum(losses, bound), losses)
+    ### END SOLUTION
     if importance is not None:
         losses = losses * importance
     metrics = {"ratio": (weights * ratio).sum().item(), "clipped": (weights * cut).sum().item()}
@@ -498,20 +507,28 @@ def show():
     advantages = group_advantages(rewards)
     loss, metrics = grpo_loss(now, old, advantages.flatten(), mask)
     loss.backward()
-    print('Prompt: "What is 7 + 5?"; four answers, two tokens of each shown. Rewards become advantages:\n')
-    print(f"{'answer':<14}{'reward':>8}{'advantage':>11}   ratio of each token   d loss / d logp")
-    for i, text in enumerate(answers):
-        ratio = (now - old)[i].exp().tolist()
-        grads = now.grad[i].tolist()
-        print(
-            f"{text:<14}{rewards[0, i]:>8.0f}{advantages[0, i]:>11.2f}   "
-            f"{ratio[0]:>8.2f}{ratio[1]:>8.2f}     {grads[0]:>8.3f}{grads[1]:>8.3f}"
-        )
+    print('Prompt: "What is 7 + 5?" A group of four answers; each one\'s advantage is its distance to the mean reward.\n')
+    print(f"{'answer':<14}{'reward':>8}{'advantage':>11}")
+    for text, reward, A in zip(answers, rewards[0].tolist(), advantages[0].tolist()):
+        print(f"{text:<14}{reward:>8.0f}{A:>+11.2f}   {_bar(A)}")
+    print("\nAfter an update two tokens of each are so many times as likely, and the loss pulls at their log-probs:\n")
+    print(f"{'answer':<14}   ratio of each token   d loss / d logp")
+    for text, ratio, grad in zip(answers, (now - old).exp().tolist(), now.grad.tolist()):
+        print(f"{text:<14}   {ratio[0]:>8.2f}{ratio[1]:>8.2f}     {grad[0]:>8.3f}{grad[1]:>8.3f}")
     print(f"\nloss {loss.item():.4f}, share of tokens cut by the clip {metrics['clipped']:.3f}")
     print("A negative gradient raises the log-prob when we descend. The ratio 1.50 is above 1 + 0.28 with a")
     print("positive advantage, so that token is clipped: its gradient is 0. So is 0.67, below 1 - 0.2.")
     equal = group_advantages(torch.tensor([[1.0, 1.0, 1.0, 1.0]]))
     print(f"All four right, advantages {equal.tolist()[0]}: a group without a contrast teaches nothing.")
+
+
+def _bar(advantage, width=10):
+    """An advantage as a bar to the left (red) or right (green) of a line; colours where a terminal wants them."""
+    length = round(width * min(1.0, abs(advantage)))
+    left, right = ("#" * length, "") if advantage < 0 else ("", "#" * length)
+    colours = sys.stdout.isatty() and not os.environ.get("NO_COLOR")
+    paint = lambda code, text: f"\033[{code}m{text}\033[0m" if colours and text else text  # noqa: E731
+    return f"{' ' * (width - len(left))}{paint(31, left)}|{paint(32, right)}"
 
 
 def bench(device="cpu", layers=2, hidden=128, P=16, G=8, prompt=64, T=32, words=4096, rounds=7):
