@@ -18,7 +18,11 @@ checkpoint, because there is no other random state to lose.
 Where we differ from the official code: one process runs the whole sequence (there each stage is a
 cluster job, joined by hand); settings live in one YAML file, and none has two defaults.
 
+Under torchrun every process takes its share of a step's prompts, groups whole, and of the weights
+(FSDP2); a prompt's random numbers are its own, so the number of processes changes nothing either.
+
     python continual.py --config configs/tiny.yaml [key.sub=value ...]
+    torchrun --nproc_per_node 4 continual.py --config configs/qwen3-4b.yaml
 """
 
 import argparse
@@ -27,6 +31,7 @@ import copy
 import dataclasses
 import difflib
 import fcntl
+import functools
 import hashlib
 import json
 import math
@@ -47,11 +52,15 @@ from pathlib import Path
 from typing import Annotated, Literal
 
 import torch
+import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 import yaml
 from torch.distributed.checkpoint.state_dict import (
-    get_model_state_dict, get_optimizer_state_dict, set_model_state_dict, set_optimizer_state_dict,
+    StateDictOptions, get_model_state_dict, get_optimizer_state_dict, set_model_state_dict, set_optimizer_state_dict,
 )
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard, register_fsdp_forward_method
+from torch.distributed.tensor import DTensor
 from tqdm import tqdm
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, set_seed
 from transformers.utils import logging as transformers_logging
@@ -85,6 +94,7 @@ BELOW_1 = (lambda x: 0 <= x < 1, "at least 0 and below 1")
 class RolloutConfig:
     temperature: Annotated[float, POSITIVE] = 1.0    # of sampling in training; divides the losses' logits too
     batch_size: Annotated[int, NOT_NEGATIVE] = 0     # responses sampled at once; 0: the whole step
+    importance_cap: Annotated[float, POSITIVE] = 2.0  # where another copy of the model samples: see `resample_logps`
     chat_template: dict = field(default_factory=dict)  # arguments of the chat template, e.g. enable_thinking
 
 
@@ -390,6 +400,117 @@ def variant_config(config, variant):
 
 
 # ------------------------------------------------------------------------------------------------
+# Processes: one, or under torchrun one for each GPU
+# ------------------------------------------------------------------------------------------------
+
+
+def rank():
+    """This process's number, from 0, and how many there are."""
+    return (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
+
+
+def every_rank(value):
+    """The list of what each process has, the same everywhere."""
+    if not dist.is_initialized():
+        return [value]
+    values = [None] * dist.get_world_size()
+    dist.all_gather_object(values, value)
+    return values
+
+
+def summed(numbers):
+    """Dicts of numbers added up over the processes, key by key."""
+    parts = every_rank(numbers)
+    return {key: sum(part.get(key, 0) for part in parts) for key in dict.fromkeys(k for part in parts for k in part)}
+
+
+def first_only(action):
+    """Have the first process do something; all get its result, or raise its ConfigError or RunError."""
+    result = error = None
+    if rank()[0] == 0:
+        try:
+            result = action()
+        except (ConfigError, RunError) as e:
+            error = e
+    result, error = every_rank((result, error))[0]
+    if error is not None:
+        raise error
+    return result
+
+
+@contextlib.contextmanager
+def processes():
+    """Join the group that torchrun started, if it did; leave it at the end."""
+    if "WORLD_SIZE" not in os.environ or dist.is_initialized():
+        yield
+        return
+    if torch.cuda.is_available():
+        torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+    dist.init_process_group("cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo")
+    try:
+        yield
+    finally:
+        dist.destroy_process_group()
+
+
+def shard(model, config):
+    """Split a model's weights over the processes, in place: one unit a decoder layer, one for the rest.
+
+    The losses need hidden states and the head, never logits, so `states` is what it is asked for: as a
+    forward pass of FSDP's, it gathers embedding and head, and the head stays until the backward pass.
+    """
+    bfloat16 = config.optim.compute_dtype == "bfloat16"
+    policy = MixedPrecisionPolicy(torch.bfloat16, torch.float32) if bfloat16 else MixedPrecisionPolicy()
+    mesh = init_device_mesh(torch.device(model.device).type, (rank()[1],))
+    for layer in [m for m in model.modules() if type(m).__name__ in (model._no_split_modules or ())]:
+        fully_shard(layer, mesh=mesh, mp_policy=policy)
+    fully_shard(model, mesh=mesh, mp_policy=policy)
+    model.states = types.MethodType(lambda self, **inputs: self.base_model(**inputs).last_hidden_state, model)
+    register_fsdp_forward_method(model, "states")
+    return model
+
+
+def _whole(tensor):
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+
+
+class Player:
+    """The model that samples: the policy itself, or a whole copy in the type of its products.
+
+    A sharded model would gather its layers anew for every token, and float32 weights under autocast
+    keep a float32 cache. So there the copy is refreshed once a step.
+    """
+
+    def __init__(self, model, config):
+        """`model`: the policy before it is sharded."""
+        self.apart = rank()[1] > 1 or config.optim.compute_dtype == "bfloat16"
+        self.model = model
+        if self.apart:
+            dtype = getattr(torch, config.optim.compute_dtype)
+            self.model = copy.deepcopy(model).to(dtype).eval().requires_grad_(False)
+
+    @torch.no_grad()
+    def refresh(self, policy):
+        """Take over the policy's weights."""
+        if self.apart:
+            for mine, other in zip(self.model.parameters(), policy.parameters(), strict=True):
+                mine.copy_(_whole(other))
+
+
+def frozen_copy(model, player, config, exact=False):
+    """A copy of the policy that isn't trained: sharded like it; in bfloat16 if that is what computes, unless `exact`."""
+    if not isinstance(model, FSDPModule):
+        made = copy.deepcopy(model)
+        return (made if exact else made.to(player.model.dtype)).eval().requires_grad_(False)
+    made = copy.deepcopy(player.model)
+    made = shard((made.to(model.dtype) if exact else made).to(model.device), config)
+    with torch.no_grad():
+        for mine, other in zip(made.parameters(), model.parameters(), strict=True):
+            mine.copy_(other)
+    return made.eval().requires_grad_(False)
+
+
+# ------------------------------------------------------------------------------------------------
 # Model and data
 # ------------------------------------------------------------------------------------------------
 
@@ -514,8 +635,9 @@ def response_states(model, prompts, responses, mask, pad_id):
     ids, present = left_pad(prompts, pad_id, responses.device)             # (n, L)
     ids, present = torch.cat([ids, responses], 1), torch.cat([present, mask.long()], 1)
     positions = (present.cumsum(-1) - 1).clamp(min=0)
-    states = model.base_model(input_ids=ids, attention_mask=present, position_ids=positions, use_cache=False)
-    return predicting(states.last_hidden_state, responses.shape[1])
+    inputs = dict(input_ids=ids, attention_mask=present, position_ids=positions, use_cache=False)
+    states = model.states(**inputs) if isinstance(model, FSDPModule) else model.base_model(**inputs).last_hidden_state
+    return predicting(states, responses.shape[1])
 
 
 def micro_batches(lengths, budget):
@@ -549,66 +671,118 @@ class Batch:
     mask: torch.Tensor                  # (N, T) bool: tokens that the loss counts
     signal: list                        # N bools
     old_logps: torch.Tensor | None = None   # (N, T)
+    importance: torch.Tensor | None = None  # (N, T), where another copy of the model sampled
     advantages: torch.Tensor | None = None  # (N,) grpo
     teacher_prompts: list | None = None     # N lists of ids or None: sdpo
 
 
-def collect(model, tokenizer, task, examples, config):
+def collect(model, player, tokenizer, task, examples, config, seed=0, pad_id=0):
     """Sample, verify, and turn rewards into what the method learns from.
 
+    Args:
+        examples: the step's; each process takes its share of them. seed: of the step.
     Returns:
-        Batch, and the step's numbers for the log.
+        Batch of this process, and the whole step's numbers for the log.
     """
-    spec, G = task.spec, config.group_size
+    spec, G, (mine, world) = task.spec, config.group_size, rank()
+    places = range(len(examples))[mine::world]
+    examples = [examples[i] for i in places]
     chats = [e.messages for e in examples]
     out = rollout(
-        model, tokenizer, chats, G, config.max_new_tokens, config.rollout.temperature,
-        batch_size=config.rollout.batch_size, template=config.rollout.chat_template,
+        player.model, tokenizer, chats, G, config.max_new_tokens, config.rollout.temperature,
+        batch_size=config.rollout.batch_size, template=config.rollout.chat_template, seeds=[step_seed(seed, i) for i in places],
     )
     verdicts = [verify(spec.verifier, text, examples[i // G], spec.paper_scoring) for i, text in enumerate(out.texts)]
     rewards = torch.tensor([v.reward for v in verdicts]).view(-1, G)       # (P, G)
     advantages = group_advantages(rewards, config.grpo.scale_by_std, config.grpo.eps).flatten()
     batch = Batch([out.prompts[i // G] for i in range(len(out))], out.response_ids, out.mask, [], out.logps)
-    log = {
-        "reward": rewards.mean().item(),
-        "solved": (rewards > 0).any(-1).float().mean().item(),
-        "mixed": (rewards.amin(-1) < rewards.amax(-1)).float().mean().item(),
-        "well_formed": sum(v.well_formed for v in verdicts) / len(verdicts),
-        "length": out.mask.sum(-1).float().mean().item(),
-        "truncated": out.truncated.float().mean().item(),
-        "entropy": masked_mean(-out.logps, out.mask).item(),
-        "marks": sum(t.count(m) for t in out.texts for m in ("\\boxed", "<answer>", "Action:", "```")) / len(out),
-    }
+    if player.apart:
+        resample_logps(model, batch, config, pad_id)
+    s = config.sdpo
     if config.method == "grpo":
         batch.advantages = advantages.to(model.device)
         # Without a contrast in the group the loss is 0, but for the penalty.
         batch.signal = [a != 0 or config.grpo.kl_coef > 0 for a in advantages.tolist()]
-        return batch, log
-    s = config.sdpo
-    cut = "Your response was truncated because it exceeded the maximum length."
-    feedback = [cut if t and not v.reward else v.feedback for v, t in zip(verdicts, out.truncated.tolist())]
-    batch.teacher_prompts = teacher_prompts(
-        lambda messages: encode(tokenizer, messages, **config.rollout.chat_template),
-        chats, out.texts, rewards.flatten().tolist(), feedback, G,
-        threshold=s.threshold, exclude_self=s.exclude_self, use_feedback=s.use_feedback,
-        feedback_with_demonstration=s.feedback_with_demonstration, keep_thinking=s.keep_thinking,
-        max_tokens=s.max_teacher_tokens, template=s.template, solution_template=s.solution_template,
-        feedback_template=s.feedback_template,
-    )
-    batch.signal = [p is not None for p in batch.teacher_prompts]
-    batch.mask = drop_tokens(batch.mask, s.mask_ratio) & torch.tensor(batch.signal, device=out.mask.device)[:, None]
-    log["targets"] = sum(batch.signal) / len(batch.signal)
+    else:
+        cut = "Your response was truncated because it exceeded the maximum length."
+        feedback = [cut if t and not v.reward else v.feedback for v, t in zip(verdicts, out.truncated.tolist())]
+        batch.teacher_prompts = teacher_prompts(
+            lambda messages: encode(tokenizer, messages, **config.rollout.chat_template),
+            chats, out.texts, rewards.flatten().tolist(), feedback, G,
+            threshold=s.threshold, exclude_self=s.exclude_self, use_feedback=s.use_feedback,
+            feedback_with_demonstration=s.feedback_with_demonstration, keep_thinking=s.keep_thinking,
+            max_tokens=s.max_teacher_tokens, template=s.template, solution_template=s.solution_template,
+            feedback_template=s.feedback_template,
+        )
+        batch.signal = [p is not None for p in batch.teacher_prompts]
+    log = sample_numbers(batch, out, verdicts, rewards)
+    if config.method == "sdpo":
+        kept = drop_tokens(batch.mask, s.mask_ratio, [step_seed(seed, i, "drop", j) for i in places for j in range(G)])
+        batch.mask = kept & torch.tensor(batch.signal, device=kept.device)[:, None]
     return batch, log
 
 
+def sample_numbers(batch, out, verdicts, rewards):
+    """Means over the samples of all processes, for the log."""
+    mask = batch.mask
+    sums = {
+        "samples": len(out), "groups": len(rewards), "tokens": mask.sum().item(), "reward": rewards.sum().item(),
+        "solved": (rewards > 0).any(-1).sum().item(), "mixed": (rewards.amin(-1) < rewards.amax(-1)).sum().item(),
+        "well_formed": sum(v.well_formed for v in verdicts), "truncated": out.truncated.sum().item(),
+        "entropy": -(batch.old_logps * mask).sum().item(), "targets": sum(batch.signal),
+        "marks": sum(t.count(m) for t in out.texts for m in ("\\boxed", "<answer>", "Action:", "```")),
+    }
+    if batch.importance is not None:
+        sums["rollout_weight"] = (batch.importance * mask).sum().item()
+    sums = summed(sums)
+    samples, groups, tokens = (sums.pop(key) for key in ("samples", "groups", "tokens"))
+    per = {"solved": groups, "mixed": groups, "entropy": tokens, "rollout_weight": tokens}
+    log = {key: value / max(1, per.get(key, samples)) for key, value in sums.items()} | {"length": tokens / samples}
+    if batch.teacher_prompts is None:
+        del log["targets"]
+    return log
+
+
+@torch.no_grad()
+def resample_logps(model, batch, config, pad_id):
+    """What another copy of the model sampled (other numbers, other kernels) is weighed as if the policy had.
+
+    The training pass's own log-probs become the old ones, and each token gets the truncated importance
+    weight min(exp(logp_old - logp_sampled), cap), a constant for the gradient.
+    """
+    sampled, batch.old_logps = batch.old_logps, torch.zeros_like(batch.mask, dtype=torch.float32)
+    lengths = [(len(p), n) for p, n in zip(batch.prompts, batch.mask.sum(-1).tolist())]
+    model.eval()
+    for rows, counts in together(micro_batches(lengths, config.optim.micro_batch_tokens), [0]):
+        mask = batch.mask[rows]
+        with autocast(model.device, config):
+            states = response_states(model, [batch.prompts[i] for i in rows], batch.responses[rows], mask, pad_id)[mask]
+            logps, _ = fused_token_logps(
+                states, model.get_output_embeddings(), batch.responses[rows][mask],
+                temperature=config.rollout.temperature, chunk=config.optim.chunk)
+        batch.old_logps[rows] = batch.old_logps.new_zeros(mask.shape).masked_scatter(mask, logps)
+    if sampled is not None:
+        log_ratio = (batch.old_logps - sampled).masked_fill(~batch.mask, 0.0)
+        batch.importance = log_ratio.exp().clamp(max=config.rollout.importance_cap)
+
+
+def together(groups, spare):
+    """The groups, each with True; where another process has more, `spare` with False: FSDP's passes need all of them."""
+    for k in range(max(every_rank(len(groups)))):
+        yield (groups[k], True) if k < len(groups) else (spare, False)
+
+
 def references(tokenizer, examples, config, device):
-    """The Batch of SFT: reference answers, each with an end token."""
+    """The Batch of SFT: this process's share of the reference answers, each with an end token."""
+    mine, world = rank()
+    examples = examples[mine::world]
     ids = [tokenizer.encode(e.reference, add_special_tokens=False) + [tokenizer.eos_token_id] for e in examples]
     T = max(map(len, ids))
     responses = torch.tensor([i + [tokenizer.eos_token_id] * (T - len(i)) for i in ids], device=device)
     mask = torch.arange(T, device=device) < torch.tensor([len(i) for i in ids], device=device)[:, None]
     prompts = [encode(tokenizer, e.messages, **config.rollout.chat_template) for e in examples]
-    return Batch(prompts, responses, mask, [True] * len(ids)), {"length": mask.sum(-1).float().mean().item()}
+    sums = summed({"tokens": mask.sum().item(), "answers": len(ids)})
+    return Batch(prompts, responses, mask, [True] * len(ids)), {"length": sums["tokens"] / sums["answers"]}
 
 
 def micro_loss(model, teacher, reference, batch, rows, total, config, pad_id):
@@ -627,16 +801,19 @@ def micro_loss(model, teacher, reference, batch, rows, total, config, pad_id):
     reach = mask.flip(-1).cumsum(-1).flip(-1) > 0
     tokens = responses[mask]                                               # (tokens,)
     prompts = [batch.prompts[i] for i in rows]
-    head, o, temperature = model.get_output_embeddings(), config.optim, config.rollout.temperature
+    o, temperature = config.optim, config.rollout.temperature
+    importance = None if batch.importance is None else batch.importance[rows, :T]
     states = response_states(model, prompts, responses, reach, pad_id)[mask]   # (tokens, H)
+    head = model.get_output_embeddings()                                   # after the pass that gathers it, if sharded
     spread = lambda x: x.new_zeros(mask.shape).masked_scatter(mask, x)     # (tokens,) -> (n, T)  # noqa: E731
     if config.method == "sdpo":
         s, old = config.sdpo, batch.old_logps[rows, :T]
+        weights = torch.full_like(old[mask], 1 / total) if importance is None else importance[mask] / total
         with torch.no_grad():
-            seen = [batch.teacher_prompts[i] for i in rows]
+            seen = [batch.teacher_prompts[i] or batch.prompts[i] for i in rows]
             taught = response_states(teacher.model, seen, responses, reach, pad_id)[mask]
         loss, divergence, logps, _ = fused_token_kl(
-            states, head, taught, teacher.model.get_output_embeddings(), torch.full_like(old[mask], 1 / total), tokens,
+            states, head, taught, teacher.model.get_output_embeddings(), weights, tokens,
             alpha=s.alpha, topk=s.topk, tail=s.tail, sampled=s.sampled_token, temperature=temperature, chunk=o.chunk,
             old_logps=old[mask], is_clip=s.is_clip, teacher_mix=teacher.mix,
         )
@@ -653,7 +830,7 @@ def micro_loss(model, teacher, reference, batch, rows, total, config, pad_id):
             ref = spread(fused_token_logps(first, ref_head, tokens, temperature=temperature, chunk=o.chunk)[0])
     return grpo_loss(
         logps, batch.old_logps[rows, :T], batch.advantages[rows], mask, clip_low=g.clip_low, clip_high=g.clip_high,
-        dual_clip=g.dual_clip, aggregation=g.aggregation, ref_logps=ref, kl_coef=g.kl_coef, total=total,
+        dual_clip=g.dual_clip, aggregation=g.aggregation, ref_logps=ref, kl_coef=g.kl_coef, importance=importance, total=total,
     )
 
 
@@ -674,23 +851,27 @@ def update(model, teacher, reference, optimizer, batch, config, pad_id):
     logs = []
     for part in (range(i * N // parts, (i + 1) * N // parts) for i in range(parts)):
         rows = [i for i in part if batch.signal[i]]
-        if not rows:                                                       # nothing to learn: no update at all
-            continue
         total, computed = (len(x) if responses else int(batch.mask[list(x)].sum()) for x in (part, rows))
+        sizes = summed({"total": total, "computed": computed, "rows": len(rows)})
+        total, computed = max(1, sizes["total"]), max(1, sizes["computed"])
+        if not sizes["rows"]:                                              # nothing to learn: no update at all
+            continue
         seen = [max(len(batch.prompts[i]), len(batch.teacher_prompts[i]) if batch.teacher_prompts else 0) for i in rows]
         ends = torch.arange(1, batch.mask.shape[1] + 1, device=batch.mask.device)
         reach = (batch.mask[rows] * ends).amax(-1).tolist()                # up to the last token that counts
+        groups = micro_batches(list(zip(seen, reach)), config.optim.micro_batch_tokens)
         model.train()
         log = {"loss": 0.0}
-        for group in micro_batches(list(zip(seen, reach)), config.optim.micro_batch_tokens):
+        for chosen, counts in together([[rows[i] for i in group] for group in groups], [part[0]]):
             with autocast(model.device, config):
-                chosen = [rows[i] for i in group]
-                loss, numbers = micro_loss(model, teacher, reference, batch, chosen, max(1, total), config, pad_id)
-            loss.backward()
-            log["loss"] += loss.item()
-            for key, value in numbers.items():                             # means over what was computed
-                log[key] = log.get(key, 0.0) + value * total / max(1, computed)
-        log["grad_norm"] = torch.nn.utils.clip_grad_norm_(model.parameters(), config.optim.grad_clip).item()
+                loss, numbers = micro_loss(model, teacher, reference, batch, chosen, total, config, pad_id)
+            (loss * counts * rank()[1]).backward()                         # FSDP takes the mean over the processes
+            if counts:
+                log["loss"] += loss.item()
+                for key, value in numbers.items():                         # means over what was computed
+                    log[key] = log.get(key, 0.0) + value * total / computed
+        log = summed(log)
+        log["grad_norm"] = _whole(torch.nn.utils.clip_grad_norm_(model.parameters(), config.optim.grad_clip)).item()
         if not (math.isfinite(log["loss"]) and math.isfinite(log["grad_norm"])):
             optimizer.zero_grad(set_to_none=True)
             error = BadNumbers(f"loss {log['loss']}, gradient norm {log['grad_norm']}")
@@ -798,20 +979,28 @@ def save_checkpoint(folder, state, keep, model, optimizer=None, teacher=None, re
     Between two stages (step 0) the model is all there is.
     """
     place = folder / "checkpoints" / f"{state['stage']:03d}-{state['step']:06d}"
-    if place.exists():                                                     # the same state, made a second time
-        return
     temporary = folder / "checkpoints" / "unfinished"
-    shutil.rmtree(temporary, ignore_errors=True)
-    temporary.mkdir(parents=True)
-    optimizer = optimizer if optimizer is not None and optimizer.state else None
-    dcp.save(_tensors(model, optimizer, teacher, reference), checkpoint_id=temporary, no_dist=True)
-    extra = {"stepped": optimizer is not None, "teacher_updates": teacher.updates if teacher else 0}
-    write_whole(temporary / "state.json", json.dumps(state | extra | {"checksums": _checksums(temporary)}))
-    _flush(temporary)
-    os.replace(temporary, place)
-    _flush(place.parent)
-    for old in checkpoints(folder)[keep:]:
-        shutil.rmtree(old)
+
+    def begin():
+        if place.exists():                                                 # the same state, made a second time
+            return False
+        shutil.rmtree(temporary, ignore_errors=True)
+        temporary.mkdir(parents=True)
+        return True
+
+    def finish():
+        extra = {"stepped": optimizer is not None, "teacher_updates": teacher.updates if teacher else 0}
+        write_whole(temporary / "state.json", json.dumps(state | extra | {"checksums": _checksums(temporary)}))
+        _flush(temporary)
+        os.replace(temporary, place)
+        _flush(place.parent)
+        for old in checkpoints(folder)[keep:]:
+            shutil.rmtree(old)
+
+    if first_only(begin):
+        optimizer = optimizer if optimizer is not None and optimizer.state else None
+        dcp.save(_tensors(model, optimizer, teacher, reference), checkpoint_id=temporary, no_dist=not dist.is_initialized())
+        first_only(finish)
 
 
 def checkpoints(folder):
@@ -840,7 +1029,7 @@ def newest_state(folder, say=print):
 def load_checkpoint(place, model, optimizer=None, teacher=None, reference=None):
     """Put a checkpoint's weights, and those of what else is given, in place."""
     tree = _tensors(model, optimizer, teacher, reference)
-    dcp.load(tree, checkpoint_id=place, no_dist=True)
+    dcp.load(tree, checkpoint_id=place, no_dist=not dist.is_initialized())
     set_model_state_dict(model, tree["model"])
     if optimizer is not None:
         set_optimizer_state_dict(model, optimizer, tree["optimizer"])
@@ -875,7 +1064,7 @@ def claim_folder(config, folder):
 # ------------------------------------------------------------------------------------------------
 
 
-def measure(model, tokenizer, tasks, config, answers, stop=lambda: None):
+def measure(player, tokenizer, tasks, config, answers, stop=lambda: None):
     """One row of the matrix and its details: accuracy on every task, from the same seeds each time.
 
     Args:
@@ -886,49 +1075,62 @@ def measure(model, tokenizer, tasks, config, answers, stop=lambda: None):
     options = dataclasses.asdict(config.eval) | {"max_new_tokens": config.eval.max_new_tokens or config.max_new_tokens}
     weights = f"{answers.name}, from {config.model}, {config.optim.compute_dtype}"
     for task in tasks:
-        with autocast(model.device, config):
+        with autocast(player.model.device, config):
             found = accuracy(
-                model, tokenizer, task, seed=step_seed(config.seed, "evaluate", task.spec.name), progress=True,
+                player.model, tokenizer, task, seed=step_seed(config.seed, "evaluate", task.spec.name), progress=rank()[0] == 0,
                 template=config.rollout.chat_template, file=answers.with_name(f"{answers.name}-{task.spec.name}.jsonl"),
-                weights=weights, after_batch=stop, **options,
+                weights=weights, after_batch=stop, share=(*rank(), every_rank), **options,
             )
         row.append(found["accuracy"])
         details[task.spec.name] = {k: v for k, v in found.items() if k not in ("rewards", "responses")}
     return row, details
 
 
-def base_row(model, tokenizer, tasks, config, folder):
+def base_row(player, tokenizer, tasks, config, folder):
     """The base's row, measured once for all variants that ask it the same questions."""
     file, tree = Path(folder) / "base.json", dataclasses.asdict(config)
     asked = {k: tree[k] for k in ("model", "tasks", "ood", "eval", "seed", "max_new_tokens", "max_prompt_tokens", "rollout")}
     asked = json.loads(json.dumps(asked | {"compute_dtype": config.optim.compute_dtype}, default=str))
-    if file.exists() and (noted := json.loads(file.read_text(encoding="utf-8")))["asked"] == asked:
+    noted = first_only(lambda: json.loads(file.read_text(encoding="utf-8")) if file.exists() else {})
+    if noted.get("asked") == asked:
         return noted["row"]
-    row, details = measure(model, tokenizer, tasks, config, Path(folder) / "answers" / "base")
-    write_whole(file, json.dumps({"asked": asked, "row": row, "details": details}))
+    row, details = measure(player, tokenizer, tasks, config, Path(folder) / "answers" / "base")
+    first_only(lambda: write_whole(file, json.dumps({"asked": asked, "row": row, "details": details})))
     return row
 
 
-def save_model(folder, name, model, tokenizer):
-    """An ordinary model folder that from_pretrained opens, whole or not at all."""
-    temporary = folder / f".{name}.tmp"
-    shutil.rmtree(temporary, ignore_errors=True)
-    model.save_pretrained(temporary)
-    tokenizer.save_pretrained(temporary)
-    _flush(temporary)
-    shutil.rmtree(folder / name, ignore_errors=True)
-    os.replace(temporary, folder / name)
+def save_model(folder, name, model, player, tokenizer):
+    """An ordinary model folder that from_pretrained opens, in float32, whole or not at all."""
+    whole = None
+    if isinstance(model, FSDPModule):
+        whole = get_model_state_dict(model, options=StateDictOptions(full_state_dict=True, cpu_offload=True))
+        if model.config.tie_word_embeddings:                               # one matrix under two names
+            whole.pop("lm_head.weight", None)
+
+    def write():
+        temporary = folder / f".{name}.tmp"
+        shutil.rmtree(temporary, ignore_errors=True)
+        (player.model if whole else model).save_pretrained(temporary, state_dict=whole)
+        tokenizer.save_pretrained(temporary)
+        _flush(temporary)
+        shutil.rmtree(folder / name, ignore_errors=True)
+        os.replace(temporary, folder / name)
+
+    first_only(write)
 
 
-def begin_stage(model, config, device):
+def begin_stage(model, player, config, device):
     """What a stage starts with: optimizer, teacher (sdpo), reference (grpo with a penalty)."""
     teacher = reference = None
+    player.refresh(model)
     if config.method == "sdpo":
         s = config.sdpo
         init = load_model(s.init_from, config, device, "sdpo.init_from") if s.init_from else None
-        teacher = Teacher(model, s.teacher, s.rate, s.every, init, s.init_mix)
+        init = shard(init, config) if init is not None and isinstance(model, FSDPModule) else init
+        copied = functools.partial(frozen_copy, player=player, config=config, exact=s.teacher == "ema")
+        teacher = Teacher(model, s.teacher, s.rate, s.every, init, s.init_mix, copied)
     if config.method == "grpo" and config.grpo.kl_coef:
-        reference = copy.deepcopy(model).eval().requires_grad_(False)
+        reference = frozen_copy(model, player, config)
     o = config.optim
     optimizer = torch.optim.AdamW(model.parameters(), lr=config.lr, betas=(o.beta1, o.beta2), weight_decay=o.weight_decay)
     return optimizer, teacher, reference
@@ -943,7 +1145,7 @@ def learning_rate(config, spec, step):
     return (spec.lr or config.lr) * scale
 
 
-def train_step(model, tokenizer, task, teacher, reference, optimizer, config, stage, step):
+def train_step(model, player, tokenizer, task, teacher, reference, optimizer, config, stage, step):
     """One step of a stage. Returns its line for the log. Raises BadNumbers, its `place` filled in."""
     start, seed = time.perf_counter(), (config.seed, stage, step)
     set_seed(step_seed(*seed))                                             # python, numpy and torch
@@ -956,8 +1158,8 @@ def train_step(model, tokenizer, task, teacher, reference, optimizer, config, st
     if config.method == "sft":
         batch, log = references(tokenizer, examples, config, model.device)
     else:
-        with autocast(model.device, config):
-            batch, log = collect(model, tokenizer, task, examples, config)
+        player.refresh(model)
+        batch, log = collect(model, player, tokenizer, task, examples, config, step_seed(*seed), pad_id)
     try:
         log |= update(model, teacher, reference, optimizer, batch, config, pad_id)
     except BadNumbers as e:
@@ -967,7 +1169,7 @@ def train_step(model, tokenizer, task, teacher, reference, optimizer, config, st
     return place | log | {"lr": lr, "seconds": round(time.perf_counter() - start, 3)}
 
 
-def train_stage(model, tokenizer, task, config, state, place, folder, label, stop):
+def train_stage(model, player, tokenizer, task, config, state, place, folder, label, stop):
     """The steps of one stage that are still to do. `state` moves along and is saved now and then.
 
     Optimizer and teacher live here, so that their memory is free when the stage is measured.
@@ -975,7 +1177,7 @@ def train_stage(model, tokenizer, task, config, state, place, folder, label, sto
     Args:
         place: checkpoint to start from, or None. stop: called when all is saved; leaves if asked to.
     """
-    optimizer, teacher, reference = begin_stage(model, config, model.device)
+    optimizer, teacher, reference = begin_stage(model, player, config, model.device)
     if place is not None and state["step"]:
         load_checkpoint(place, model, optimizer if state["stepped"] else None, teacher, reference)
         if teacher is not None:
@@ -984,12 +1186,12 @@ def train_stage(model, tokenizer, task, config, state, place, folder, label, sto
     save = lambda: save_checkpoint(folder, state, config.keep_checkpoints, model, optimizer, teacher, reference)  # noqa: E731
     shown = [("reward", "{:.2f}"), ("divergence", "{:.3f}"), ("length", "{:.0f}"), ("loss", "{:.3f}")]
     name = f"{label} {state['stage']}/{len(config.tasks)} {task.spec.name}"
-    bar = tqdm(total=steps, initial=state["step"], desc=name)
-    with bar, open(folder / "metrics.jsonl", "a", encoding="utf-8") as log:
+    bar = tqdm(total=steps, initial=state["step"], desc=name, disable=rank()[0] > 0)
+    with bar, open(folder / "metrics.jsonl" if rank()[0] == 0 else os.devnull, "a", encoding="utf-8") as log:
         while state["step"] < steps:
             try:
                 line = train_step(
-                    model, tokenizer, task, teacher, reference, optimizer, config, state["stage"], state["step"]
+                    model, player, tokenizer, task, teacher, reference, optimizer, config, state["stage"], state["step"]
                 )
             except BadNumbers as e:
                 if not e.updates:                                          # else the weights are in the middle of a step
@@ -1003,7 +1205,8 @@ def train_stage(model, tokenizer, task, config, state, place, folder, label, sto
             bar.set_postfix_str(", ".join(f"{key} {form.format(line[key])}" for key, form in shown if key in line))
             bar.update()
             if state["step"] % config.save_every == 0 or state["step"] == steps or stop(ask=True):
-                os.fsync(log.fileno())
+                if rank()[0] == 0:
+                    os.fsync(log.fileno())
                 save()
             stop()
 
@@ -1019,11 +1222,19 @@ def run_variant(config, folder, shared, loaded, label, say=print):
         ConfigError, RunError: one line. SystemExit: after a signal, with everything saved.
     """
     matrix_file, log_file = folder / "matrix.json", folder / "metrics.jsonl"
-    names, K = [t.name for t in config.tasks], len(config.tasks)
-    claim_folder(config, folder)
-    if matrix_file.exists() and len(rows := json.loads(matrix_file.read_text(encoding="utf-8"))["rows"]) == K + 1:
+    K, world = len(config.tasks), rank()[1]
+
+    def finished():
+        claim_folder(config, folder)
+        rows = json.loads(matrix_file.read_text(encoding="utf-8"))["rows"] if matrix_file.exists() else []
+        return rows if len(rows) == K + 1 else None
+
+    if rows := first_only(finished):
         say(f"{label}: finished before, in {folder}")
         return rows
+    if config.prompts_per_step % (config.optim.updates_per_step * world):
+        raise ConfigError(f"prompts_per_step: {config.prompts_per_step} isn't allowed with {world} processes; it must be a multiple "
+                          f"of optim.updates_per_step times their number, {config.optim.updates_per_step * world}")
     device = config.device if config.device != "auto" else "cuda" if torch.cuda.is_available() else "cpu"
     if device == "cuda" and not torch.cuda.is_available():
         raise ConfigError("device: 'cuda' isn't allowed here: PyTorch finds no CUDA device; auto takes the CPU")
@@ -1033,49 +1244,73 @@ def run_variant(config, folder, shared, loaded, label, say=print):
     loaded[key] = tasks = loaded.get(key) or load_tasks(config, tokenizer, say)
     model = load_model(config.model, config, device)
     check_model(config, model, device)
-    begun = any(p.name != "unfinished" for p in (folder / "checkpoints").glob("*"))     # damaged ones too
-    place, state = newest_state(folder, say) or (None, {"stage": 1, "step": 0, "rows": [], "lines": 0})
-    if place is None and begun:
-        raise RunError(f"{folder}: no checkpoint is whole; delete the folder to start again")
+    player = Player(model, config)
+    model = shard(model, config) if world > 1 else model
+    place, state = first_only(lambda: stand(folder, say))
     if place is not None:
         say(f"{label}: continues from {place.name} (stage {state['stage']}, step {state['step']})")
         load_checkpoint(place, model)
-    lines = log_file.read_text(encoding="utf-8").splitlines(keepends=True)[: state["lines"]] if log_file.exists() else []
-    if len(lines) < state["lines"]:
-        raise RunError(f"{log_file}: has {len(lines)} lines where the checkpoint counts {state['lines']}; put it back, or start again")
-    write_whole(log_file, "".join(lines))                                  # lines after the checkpoint are made again
+    player.refresh(model)
     if not state["rows"]:
-        state["rows"] = [base_row(model, tokenizer, tasks, config, shared)]
+        state["rows"] = [base_row(player, tokenizer, tasks, config, shared)]
     with stop_signals() as caught:
 
         def stop(ask=False):
-            """Whether a signal came (ask), or leave with its exit code if one did."""
-            if caught and not ask:
-                name = signal.Signals(caught[0]).name
-                tqdm.write(f"stopped by {name}; saved in {folder}; the same command continues", file=sys.stderr)
-                raise SystemExit(128 + caught[0])
-            return bool(caught)
+            """Whether a signal came to any process (ask), or leave with its exit code if one did."""
+            came = [number for numbers in every_rank(list(caught)) for number in numbers]
+            if came and not ask:
+                if rank()[0] == 0:
+                    name = signal.Signals(came[0]).name
+                    tqdm.write(f"stopped by {name}; saved in {folder}; the same command continues", file=sys.stderr)
+                raise SystemExit(128 + came[0])
+            return bool(came)
 
         while state["stage"] <= K:
             stage, task = state["stage"], tasks[state["stage"] - 1]
             if state["step"] < (task.spec.steps or config.stage_steps):    # answers of weights that are yet to be made again
-                for old in (folder / "answers").glob("stage-*"):
-                    if int(old.name.split("-")[1]) >= stage:
-                        old.unlink()
-            train_stage(model, tokenizer, task, config, state, place, folder, label, stop)
+                first_only(lambda: forget_answers(folder, stage))
+            train_stage(model, player, tokenizer, task, config, state, place, folder, label, stop)
             place = None
-            save_model(folder, f"stage-{stage}-{task.spec.name}", model, tokenizer)
-            row, details = measure(model, tokenizer, tasks, config, folder / "answers" / f"stage-{stage}", stop)
+            save_model(folder, f"stage-{stage}-{task.spec.name}", model, player, tokenizer)
+            player.refresh(model)
+            row, details = measure(player, tokenizer, tasks, config, folder / "answers" / f"stage-{stage}", stop)
             rows = [*state["rows"], row]                                   # of the tasks, then of those out of distribution
-            write_whole(folder / f"evaluation-{stage}.json", json.dumps(details, indent=1))
-            matrix = {"tasks": names, "rows": [r[:K] for r in rows], "metrics": continual_metrics([r[:K] for r in rows])}
-            if config.ood:
-                matrix["ood"] = {"tasks": [t.name for t in config.ood], "rows": [r[K:] for r in rows]}
-            write_whole(matrix_file, json.dumps(matrix, indent=1))
+            first_only(lambda: write_row(folder, stage, config, rows, details))
             state = {"stage": stage + 1, "step": 0, "rows": rows, "lines": state["lines"]}
             save_checkpoint(folder, state, config.keep_checkpoints, model)
             stop()
     return [r[:K] for r in state["rows"]]
+
+
+def stand(folder, say):
+    """Where a run stands: (checkpoint, its state), or (None, the first state); the log is cut to it. Raises RunError."""
+    log_file = folder / "metrics.jsonl"
+    begun = any(p.name != "unfinished" for p in (folder / "checkpoints").glob("*"))     # damaged ones too
+    place, state = newest_state(folder, say) or (None, {"stage": 1, "step": 0, "rows": [], "lines": 0})
+    if place is None and begun:
+        raise RunError(f"{folder}: no checkpoint is whole; delete the folder to start again")
+    lines = log_file.read_text(encoding="utf-8").splitlines(keepends=True)[: state["lines"]] if log_file.exists() else []
+    if len(lines) < state["lines"]:
+        raise RunError(f"{log_file}: has {len(lines)} lines where the checkpoint counts {state['lines']}; put it back, or start again")
+    write_whole(log_file, "".join(lines))                                  # lines after the checkpoint are made again
+    return place, state
+
+
+def forget_answers(folder, stage):
+    """Remove the answers of stages whose weights are yet to be made again."""
+    for old in (folder / "answers").glob("stage-*"):
+        if int(old.name.split("-")[1]) >= stage:
+            old.unlink()
+
+
+def write_row(folder, stage, config, rows, details):
+    """The matrix so far, and the details of its last row."""
+    names, K = [t.name for t in config.tasks], len(config.tasks)
+    write_whole(folder / f"evaluation-{stage}.json", json.dumps(details, indent=1))
+    matrix = {"tasks": names, "rows": [r[:K] for r in rows], "metrics": continual_metrics([r[:K] for r in rows])}
+    if config.ood:
+        matrix["ood"] = {"tasks": [t.name for t in config.ood], "rows": [r[K:] for r in rows]}
+    write_whole(folder / "matrix.json", json.dumps(matrix, indent=1))
 
 
 def run(config, say=print):
@@ -1087,9 +1322,12 @@ def run(config, say=print):
     out, results, loaded = Path(config.out_dir), {}, {}
     transformers_logging.disable_progress_bar()
     warnings.filterwarnings("ignore", message="torch.distributed is disabled")  # one process: it is meant to be
-    with folder_lock(out):
+    with processes(), contextlib.ExitStack() as held:
+        if rank()[0]:
+            say = lambda text: None                                        # noqa: E731
+        first_only(lambda: held.enter_context(folder_lock(out)) and None)
         if config.variants:
-            claim_folder(config, out)
+            first_only(lambda: claim_folder(config, out))
         for variant in config.variants or [None]:
             own, name = (variant_config(config, variant), variant.name) if variant else (config, out.name)
             folder = Path(own.out_dir)
@@ -1097,14 +1335,14 @@ def run(config, say=print):
             results[name] = run_variant(own, folder, out, loaded, name, say)
             if variant:
                 comparison = {n: continual_metrics(r) for n, r in results.items()}
-                write_whole(out / "comparison.json", json.dumps(comparison, indent=1))
+                first_only(lambda: write_whole(out / "comparison.json", json.dumps(comparison, indent=1)))
         names = [t.name for t in config.tasks]
         for name, rows in results.items():
             m = continual_metrics(rows)
             say(f"\n{name}\n{format_matrix(names, rows)}")
             say("last " + ", ".join(f"{n} {x:.3f}" for n, x in zip(names, m["last"]))
                 + f" | average {m['average']:.3f} | gain {m['gain']:+.3f} | forgetting {m['forgetting']:+.3f}")
-        say(f"\nreport: {report(out)}")
+        say(f"\nreport: {first_only(lambda: report(out))}")
     return results
 
 
@@ -1291,7 +1529,8 @@ def main(argv=None):
         else:
             run(config)
     except (ConfigError, RunError) as e:
-        print(f"error: {e}", file=sys.stderr)
+        if os.environ.get("RANK", "0") == "0":
+            print(f"error: {e}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:
         print("interrupted; the same command continues from the newest checkpoint", file=sys.stderr)

@@ -688,11 +688,10 @@ def saved_answers(file):
     return asked, records
 
 
-def _kept_answers(file, asked, count, at_once):
-    """The records that `file` has of the same questions, whole batches only; the file is cut to them, or begun anew."""
+def _kept_answers(file, asked, count):
+    """The records that `file` has of the same questions, `count` at most; the file is cut to them, or begun anew."""
     known, records = saved_answers(file)
-    whole = count if len(records) >= count else len(records) // at_once * at_once
-    records = records[:whole] if known == asked else []
+    records = records[:count] if known == asked else []
     Path(file).parent.mkdir(parents=True, exist_ok=True)
     with open(f"{file}.tmp", "w", encoding="utf-8") as f:
         f.writelines(json.dumps(line) + "\n" for line in (asked, *records))
@@ -732,37 +731,42 @@ def _scores(records, samples):
 def accuracy(
     model, tokenizer, task, *, samples=1, max_new_tokens=256, temperature=1.0, top_p=1.0, top_k=0,
     batch_size=0, seed=0, template=None, progress=False, file=None, weights="", after_batch=lambda: None,
+    share=(0, 1, lambda part: [part]),
 ):
     """Sample answers to a task's test examples and have them judged.
 
-    A batch's random numbers come from the seed and its place alone: they are the same for every model and wherever
+    A prompt's random numbers come from the seed and its place alone: they are the same for every model and wherever
     an evaluation was cut, and the caller's random state is untouched.
 
     Args:
         task: Task. samples: answers to each prompt. batch_size: answers sampled at once, 0 for all.
         file: keeps the answers as JSON lines. The same questions to the same `weights` (a name) go on behind its
-            last whole batch; other questions begin it anew. after_batch: called after each batch.
+            last whole line; other questions begin it anew. after_batch: called after each batch.
+        share: (this process, how many there are, a function that returns what each has): each answers every so
+            manieth batch, the first keeps the file, and all return the same.
     Returns:
         dict of floats: accuracy (mean reward over prompts and samples), avg@samples (the same), pass@k for
         k = 1, 2, 4, ... and samples, well_formed, truncated, length (tokens); and rewards (per prompt, a list of
         `samples`), responses.
     """
-    spec, examples, records = task.spec, task.test, []
-    at_once = max(1, batch_size // samples) if batch_size else len(examples)
+    spec, examples, records, (mine, processes, gather) = task.spec, task.test, [], share
+    at_once = max(1, batch_size // samples) if batch_size else -(-len(examples) // processes)
     sampling = dict(max_new_tokens=max_new_tokens, temperature=temperature, top_p=top_p, top_k=top_k, template=template)
-    if file:
+    if file and mine == 0:
         digest = hashlib.sha256()
         for example in examples:
             digest.update(repr(example).encode("utf-8", "replace"))
         asked = {"weights": weights, "task": spec.name, "examples": digest.hexdigest(), "verifier": spec.verifier,
-                 "paper_scoring": spec.paper_scoring, "samples": samples, "prompts_at_once": at_once, "seed": seed} | sampling
-        records = _kept_answers(file, json.loads(json.dumps(asked, default=str)), len(examples), at_once)
+                 "paper_scoring": spec.paper_scoring, "samples": samples, "seed": seed} | sampling
+        records = _kept_answers(file, json.loads(json.dumps(asked, default=str)), len(examples))
+    records = gather(records)[0]
     with tqdm(total=len(examples), initial=len(records), desc=f"evaluate {spec.name}", leave=False, disable=not progress) as bar:
-        for i in range(len(records), len(examples), at_once):
-            with torch.random.fork_rng():
-                torch.manual_seed(seed + i)
-                part = _answer(model, tokenizer, spec, examples[i : i + at_once], samples, sampling)
-            if file:
+        for i in range(len(records), len(examples), at_once * processes):
+            own = examples[i + mine * at_once :][:at_once]
+            seeds = range(seed + i + mine * at_once, seed + i + mine * at_once + len(own))
+            part = _answer(model, tokenizer, spec, own, samples, sampling | {"seeds": seeds}) if own else []
+            part = [record for share in gather(part) for record in share]
+            if file and mine == 0:
                 with open(file, "a", encoding="utf-8") as f:
                     f.writelines(json.dumps(record) + "\n" for record in part)
                     f.flush()

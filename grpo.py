@@ -97,11 +97,12 @@ def evaluating(model):
         model.train(training)
 
 
-def sample(logits, temperature, top_p=1.0, top_k=0):
+def sample(logits, temperature, top_p=1.0, top_k=0, drawn=None):
     """One token for each row and its log-prob at this temperature, before top-p or top-k cut.
 
     Args:
         logits: (N, V). temperature: 0 takes the most likely token (log-probs then at 1).
+        drawn: (N, 1) float64 in [0, 1), the random number of each row; None draws them.
     Returns:
         tokens (N,), log-probs (N,).
     """
@@ -120,14 +121,14 @@ def sample(logits, temperature, top_p=1.0, top_k=0):
     # Inverse of the distribution function: one random number a row, where multinomial draws one a word
     # (half of a small model's time on a CPU). The first word whose cumulated mass exceeds it is taken.
     mass = kept.softmax(-1).cumsum(-1, dtype=torch.float64)                # (N, V)
-    drawn = torch.rand(len(mass), 1, dtype=torch.float64, device=mass.device) * mass[:, -1:]
-    tokens = torch.searchsorted(mass, drawn, right=True).squeeze(-1).clamp(max=mass.shape[-1] - 1)
+    drawn = torch.rand(len(mass), 1, dtype=torch.float64, device=mass.device) if drawn is None else drawn
+    tokens = torch.searchsorted(mass, drawn * mass[:, -1:], right=True).squeeze(-1).clamp(max=mass.shape[-1] - 1)
     return tokens, token_logps(logits, tokens)
 
 
 @torch.no_grad()
-def _decode(model, prompts, group_size, max_new_tokens, pad_id, ends, **sampling):
-    """Prefill each prompt once, repeat its cache for the group, then sample token by token.
+def _decode(model, prompts, group_size, max_new_tokens, pad_id, ends, drawn, **sampling):
+    """Prefill each prompt once, repeat its cache for the group, then sample token by token with `drawn` (N, T).
 
     Rows that have ended are dropped from the cache, so the last long response doesn't pay for all.
     """
@@ -145,7 +146,7 @@ def _decode(model, prompts, group_size, max_new_tokens, pad_id, ends, **sampling
     rows = torch.arange(N, device=ids.device)                              # the rows still in the cache
     running = torch.ones(N, dtype=torch.bool, device=ids.device)           # ... that haven't ended
     for t in range(max_new_tokens):
-        tokens, logp = sample(logits, **sampling)                          # (rows,)
+        tokens, logp = sample(logits, drawn=drawn[rows, t, None], **sampling)   # (rows,)
         live = rows[running]
         response[live, t], logps[live, t] = tokens[running], logp[running]
         ended = running & torch.isin(tokens, ends)
@@ -166,9 +167,12 @@ def _decode(model, prompts, group_size, max_new_tokens, pad_id, ends, **sampling
 
 def rollout(
     model, tokenizer, prompts, group_size, max_new_tokens, temperature, *,
-    top_p=1.0, top_k=0, batch_size=0, template=None,
+    top_p=1.0, top_k=0, batch_size=0, template=None, seeds=None,
 ):
-    """Sample `group_size` responses to each prompt. Randomness comes from torch's global generator.
+    """Sample `group_size` responses to each prompt.
+
+    A prompt's random numbers come from its own seed, so its responses don't depend on what else is
+    in the batch, or on which of several processes samples them.
 
     The mask comes from lengths, never from token values: where padding and end token share an id,
     the sampled end token still counts, and stopping is learnt.
@@ -179,6 +183,7 @@ def rollout(
         temperature: > 0, or 0 for the most likely token. top_p, top_k: 1 and 0 for no cut, which
             training needs: the loss knows only the uncut distribution.
         batch_size: responses sampled at once (whole groups, at least one), 0 for all. template: see `encode`.
+        seeds: P ints; None draws them from torch's global generator.
     Returns:
         Rollouts, N = P * group_size.
     Raises:
@@ -194,11 +199,15 @@ def rollout(
     pad_id = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else stops[0]
     ends = torch.tensor(stops, device=model.device)
     at_once = max(1, batch_size // group_size) if batch_size else len(ids)
+    seeds = torch.randint(2**62, (len(ids),)).tolist() if seeds is None else seeds
+    drawn = torch.cat([                                                    # (N, T)
+        torch.rand(group_size, max_new_tokens, dtype=torch.float64, generator=torch.Generator().manual_seed(seed)) for seed in seeds
+    ]).to(model.device)
     with evaluating(model):
         parts = [
             _decode(
                 model, ids[i : i + at_once], group_size, max_new_tokens, pad_id, ends,
-                temperature=temperature, top_p=top_p, top_k=top_k,
+                drawn[i * group_size : (i + at_once) * group_size], temperature=temperature, top_p=top_p, top_k=top_k,
             )
             for i in range(0, len(ids), at_once)
         ]
@@ -294,7 +303,7 @@ def k3(logps, ref_logps):
 def grpo_loss(
     logps, old_logps, advantages, mask, *,
     clip_low=0.2, clip_high=0.28, dual_clip=3.0, aggregation="token_mean",
-    ref_logps=None, kl_coef=0.0, total=None,
+    ref_logps=None, kl_coef=0.0, importance=None, total=None,
 ):
     """The clipped policy loss of the header.
 
@@ -304,6 +313,7 @@ def grpo_loss(
         clip_low, clip_high: the ratio's range is [1 - low, 1 + high]. dual_clip: c, or None.
         aggregation, total: see `token_weights`.
         ref_logps, kl_coef: (N, T) of the reference, and the k3 penalty's weight (0: none).
+        importance: (N, T), constant factors on the tokens' losses, for samples of a slightly different policy.
     Returns:
         loss (scalar), and a dict of floats that also add up over micro-batches: ratio, clipped
         (share of tokens whose gradient the clip cut), ref_kl.
@@ -326,6 +336,8 @@ def grpo_loss(
         bound = -dual_clip * A                                             # positive where A < 0
         cut = cut | ((A < 0) & (losses > bound))
         losses = torch.where(A < 0, torch.minimum(losses, bound), losses)
+    if importance is not None:
+        losses = losses * importance
     metrics = {"ratio": (weights * ratio).sum().item(), "clipped": (weights * cut).sum().item()}
     if kl_coef:
         penalty = k3(logps.masked_fill(~mask, 0.0), ref_logps.masked_fill(~mask, 0.0))
@@ -380,7 +392,7 @@ def bench(device="cpu", layers=2, hidden=128, P=16, G=8, prompt=64, T=32, words=
     fixed = GenerationConfig(max_new_tokens=T, min_new_tokens=T, eos_token_id=None, **fields)
 
     def ours():                                                            # no end token, so every row has T tokens
-        response, logps, _ = _decode(model, ids.tolist(), G, T, 0, ids.new_empty(0), temperature=1.0)
+        response, logps, _ = _decode(model, ids.tolist(), G, T, 0, ids.new_empty(0), torch.rand(P * G, T, device=device), temperature=1.0)
         return response
 
     def generate():                                                        # without log-probs, which ours collects

@@ -188,13 +188,14 @@ class Teacher:
         every: restart: updates between two copies.
         init: a model of the same shape to start from instead of the student. init_mix: its share in
             the start, (1 - init_mix) student + init_mix init.
+        copied: how a model is copied, where that takes more than a deepcopy (a sharded one).
     Raises:
         ValueError: an unknown kind, or init with a live teacher.
     """
 
     KINDS = ("frozen", "ema", "restart", "trust_region", "live")
 
-    def __init__(self, student, kind, rate=0.05, every=20, init=None, init_mix=1.0):
+    def __init__(self, student, kind, rate=0.05, every=20, init=None, init_mix=1.0, copied=copy.deepcopy):
         if kind not in self.KINDS:
             raise ValueError(f"teacher {kind!r} must be one of {', '.join(self.KINDS)}")
         if kind == "live" and init is not None:
@@ -203,8 +204,8 @@ class Teacher:
         if kind == "live":
             self.model = student
             return
-        self.model = copy.deepcopy(student).eval().requires_grad_(False)
-        if next(student.parameters()).dtype in (torch.bfloat16, torch.float16):
+        self.model = copied(student).eval().requires_grad_(False)
+        if kind == "ema" and next(student.parameters()).dtype in (torch.bfloat16, torch.float16):
             self.model.float()                                             # else a slow teacher's updates round to nothing
         if init is not None:
             self._move(init, init_mix)
@@ -233,9 +234,12 @@ class Teacher:
 # ------------------------------------------------------------------------------------------------
 
 
-def drop_tokens(mask, ratio):
-    """Take a random share `ratio` of the tokens out of a mask; torch's global generator decides."""
-    return mask.bool() & (torch.rand(mask.shape, device=mask.device) >= ratio) if ratio else mask.bool()
+def drop_tokens(mask, ratio, seeds):
+    """Take a random share `ratio` of the tokens out of a mask (N, T); a row's seed alone decides on its tokens."""
+    if not ratio:
+        return mask.bool()
+    drawn = [torch.rand(mask.shape[1], generator=torch.Generator().manual_seed(seed)) for seed in seeds]
+    return mask.bool() & (torch.stack(drawn).to(mask.device) >= ratio)
 
 
 def sdpo_loss(divergence, logps, old_logps, mask, is_clip=2.0, total=None):

@@ -206,17 +206,17 @@ def gradient(config, budget, seed=0):
     tokenizer = AutoTokenizer.from_pretrained(config.model)
     task = continual.load_tasks(config, tokenizer, say=lambda text: None)[0]
     model = continual.load_model(config.model, config, "cpu")
-    _, teacher, reference = continual.begin_stage(model, config, "cpu")
+    player = continual.Player(model, config)
+    _, teacher, reference = continual.begin_stage(model, player, config, "cpu")
     if reference is not None:                                            # a reference that differs from the policy
         with torch.no_grad():
             for p in reference.parameters():
                 p.mul_(0.9)
-    torch.manual_seed(seed)
     examples = task.train[:4]
     if config.method == "sft":
         batch, _ = continual.references(tokenizer, examples, config, "cpu")
     else:
-        batch, _ = continual.collect(model, tokenizer, task, examples, config)
+        batch, _ = continual.collect(model, player, tokenizer, task, examples, config, seed)
     seen = []
 
     class Reader(torch.optim.SGD):
@@ -308,9 +308,9 @@ def test_a_save_before_the_first_update_changes_nothing(tmp_path, monkeypatch):
     """Steps without a signal, saved or not, then a resume: PyTorch fills an empty optimizer when asked for its state."""
     original, weights_of = continual.collect, {}
 
-    def silent_at_first(model, tokenizer, task, examples, config):
-        batch, numbers = original(model, tokenizer, task, examples, config)
-        if len(log(Path(config.out_dir))) in (0, 1, 3, 4):
+    def silent_at_first(*args):
+        batch, numbers = original(*args)
+        if len(log(Path(args[5].out_dir))) in (0, 1, 3, 4):
             batch.signal = [False] * len(batch.signal)
         return batch, numbers
 

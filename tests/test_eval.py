@@ -361,12 +361,12 @@ def sampler(monkeypatch):
 
     self = SimpleNamespace(asked=[], end=None, texts=None)
 
-    def rollout(model, tokenizer, prompts, group_size, **sampling):
+    def rollout(model, tokenizer, prompts, group_size, seeds, **sampling):
         if len(self.asked) + 1 == self.end:
             raise KeyboardInterrupt
         self.asked.append([p[0]["content"] for p in prompts])
-        N = len(prompts) * group_size
-        texts = ["heads" if toss else "tails" for toss in torch.randint(2, (N,)).tolist()] if self.texts is None else self.texts
+        tosses = [torch.randint(2, (group_size,), generator=torch.Generator().manual_seed(s)).tolist() for s in seeds]
+        texts = ["heads" if toss else "tails" for toss in sum(tosses, [])] if self.texts is None else self.texts
         mask = torch.arange(4) < torch.tensor([1 + len(t) % 2 for t in texts])[:, None]    # heads, tails: 2 tokens
         return SimpleNamespace(texts=texts, mask=mask, truncated=torch.tensor([t == "tails" for t in texts]))
 
@@ -401,7 +401,7 @@ def test_a_cut_evaluation_asks_nothing_twice_and_ends_the_same(sampler, tmp_path
     how = dict(samples=3, batch_size=6, seed=5, temperature=0.6, top_p=0.95, file=tmp_path / "new" / "a.jsonl")
     whole = accuracy(None, None, questions(7), **how | {"file": None})
     assert sampler.asked == [["q0", "q1"], ["q2", "q3"], ["q4", "q5"], ["q6"]]
-    assert whole["responses"][:6] != whole["responses"][6:12]                 # each batch has its own randomness
+    assert whole["responses"][:6] != whole["responses"][6:12]                 # each prompt has its own randomness
     sampler.asked, sampler.end = [], end
     with pytest.raises(KeyboardInterrupt):
         accuracy(None, None, questions(7), **how)
@@ -420,7 +420,7 @@ def test_a_cut_evaluation_asks_nothing_twice_and_ends_the_same(sampler, tmp_path
 
 
 @pytest.mark.parametrize("change", [
-    dict(seed=6), dict(samples=2), dict(temperature=0.5), dict(top_p=0.9), dict(top_k=3), dict(max_new_tokens=9), dict(batch_size=9),
+    dict(seed=6), dict(samples=2), dict(temperature=0.5), dict(top_p=0.9), dict(top_k=3), dict(max_new_tokens=9),
     dict(template={"enable_thinking": False}), dict(weights="stage-2"), "question", "answer", "verifier"])
 def test_other_questions_begin_the_answers_anew(sampler, tmp_path, change):
     how, task = dict(samples=3, batch_size=6, file=tmp_path / "a.jsonl", weights="stage-1"), questions(4)
@@ -438,7 +438,7 @@ def test_other_questions_begin_the_answers_anew(sampler, tmp_path, change):
 
 
 @pytest.mark.parametrize("harm, kept", [
-    (lambda text: text[:-1], 4), (lambda text: text + '{"id": "9', 6), (lambda text: "\n".join(text.split("\n")[:5]) + "\n", 4),
+    (lambda text: text[:-1], 5), (lambda text: text + '{"id": "9', 6), (lambda text: "\n".join(text.split("\n")[:5]) + "\n", 4),
     (lambda text: text.replace('"id": "3"', '"id": 3"'), 0), (lambda text: "", 0), (lambda text: "\0" * 10 + text, 0)])
 def test_damaged_answers_are_asked_again(sampler, tmp_path, harm, kept):
     """Six prompts, two at a time. A line without its end, half a line more, half a batch, a broken line, nothing, noise."""
