@@ -41,6 +41,7 @@ import re
 import shutil
 import signal
 import sys
+import tempfile
 import time
 import types
 import typing
@@ -61,7 +62,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard, register_fsdp_forward_method
 from torch.distributed.tensor import DTensor
 from tqdm import tqdm
-from transformers import AutoModelForCausalLM, AutoTokenizer, set_seed
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, set_seed
 from transformers.utils import logging as transformers_logging
 
 from eval import (
@@ -1364,6 +1365,171 @@ def run(config, say=print):
     return results
 
 
+# ------------------------------------------------------------------------------------------------
+# --plan: what a run needs and costs, from shapes alone
+# ------------------------------------------------------------------------------------------------
+
+# Vendors' figures: GB (10^9 bytes) of memory, dense bfloat16 TFLOP/s, TB/s of the memory.
+CARDS = {"H200": (141, 989, 4.8), "H100-80GB": (80, 989, 3.35), "A100-80GB": (80, 312, 2.04), "L40S": (48, 362, 0.864),
+         "RTX4090": (24, 165, 1.01), "L4": (24, 121, 0.3)}
+# Assumed, not measured, and printed with every plan.
+COMPUTE, BANDWIDTH, ROOM, MEAN, TEST_PROMPTS = 0.4, 0.5, 0.9, 0.25, 500
+
+
+def model_shape(config, folder):
+    """Sizes of the model (a dense decoder), without its weights. Raises ConfigError.
+
+    models/NAME/config.json beside the config comes first: it needs no network, whose absence takes half a minute to
+    find out. Then a folder or the hub's cache, then the hub's config.json, which is kept nowhere.
+    """
+    shape = Path(folder) / "models" / config.model
+    try:
+        found = _pretrained(AutoConfig, str(shape) if shape.is_dir() else config.model, config, local_files_only=True)
+    except ConfigError:
+        with tempfile.TemporaryDirectory() as nowhere:
+            found = _pretrained(AutoConfig, config.model, config, cache_dir=nowhere)
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(found, trust_remote_code=config.trust_remote_code)
+    count = lambda module: sum(p.numel() for p in module.parameters())     # a tied head counts once  # noqa: E731
+    layers = next(m for m in model.base_model.modules() if isinstance(m, torch.nn.ModuleList))
+    embedding, head = model.get_input_embeddings().weight, model.get_output_embeddings().weight
+    t, N = found.get_text_config(), count(model)
+    width = getattr(t, "head_dim", None) or t.hidden_size // t.num_attention_heads
+    return types.SimpleNamespace(                                          # used: what a token is multiplied with
+        N=N, used=N - (0 if head is embedding else embedding.numel()), layer=max(map(count, layers)), root=N - count(layers),
+        L=len(layers), V=len(head), H=t.hidden_size, I=t.intermediate_size, q=width * t.num_attention_heads,
+        kv=width * (getattr(t, "num_key_value_heads", None) or t.num_attention_heads),
+    )
+
+
+def plan_rows(c, gpus):
+    """Responses that a GPU samples at once, in training and in evaluation (whole groups), and the evaluation's prompts."""
+    tests = sum(t.test_limit or TEST_PROMPTS for t in c.tasks + c.ood)
+    rows = [group * min(math.ceil(prompts / gpus), max(1, size // group) if size else prompts) for size, group, prompts in (
+        (c.rollout.batch_size, c.group_size, c.prompts_per_step), (c.eval.batch_size, c.eval.samples, tests))]
+    return 0 if c.method == "sft" else rows[0], rows[1], tests
+
+
+def plan_memory(s, c, gpus):
+    """Bytes on each GPU for a shape s under a Config c: {part: bytes}, and {phase: the sum of its parts}.
+
+    From above: the parts of a phase don't all meet at their largest. From below: CUDA itself, padding, fragments (ROOM).
+    """
+    half, (rows, test_rows, _) = c.optim.compute_dtype == "bfloat16", plan_rows(c, gpus)
+    b, shard, longest = 2 if half else 4, s.N / gpus, c.max_prompt_tokens + c.max_new_tokens
+    test_longest = c.max_prompt_tokens + (c.eval.max_new_tokens or c.max_new_tokens)
+    tokens = max(c.optim.micro_batch_tokens, longest)                      # a longer row is a micro-batch of its own
+    second = c.sdpo.teacher != "live" if c.method == "sdpo" else c.method == "grpo" and c.grpo.kl_coef > 0
+    slow = c.method == "sdpo" and c.sdpo.teacher == "ema"                  # bfloat16 would round its steps to nothing
+    # What a layer keeps for its backward pass, bytes per token, as counted in transformers' Qwen3: under autocast the
+    # residual stream and the norms stay float32. The gradients of the widest products come on top.
+    kept = 26 * s.H + 10 * (s.q + s.kv) + 8 * s.I if half else 24 * s.H + 16 * (s.q + s.kv) + 16 * s.I
+    parts = {
+        "weights": 4 * shard,                                              # float32 masters
+        "optimizer": 8 * shard,                                            # AdamW's two moments, float32
+        "teacher": (4 if slow else b) * shard if second else 0,            # or GRPO's reference
+        "rollout replica": 0 if gpus == 1 and not half else b * s.N,       # whole, on every GPU
+        "gradients": 4 * shard,                                            # float32
+        "layer inputs": s.L * tokens * (4 * s.H if c.optim.gradient_checkpointing else kept),
+        "one layer": tokens * (kept + 6 * s.H + 2 * b * s.I),              # made again in the backward pass
+        "loss kernel": 2 * c.optim.chunk * s.V * 4 + s.V * s.H * 4,        # a chunk's logits; the head's gradient
+        # Several GPUs: the largest layer, and embedding, head, last norm. One: the copy that autocast makes of all.
+        "gathered": b * (s.layer + s.root) if gpus > 1 else b * s.N if half else 0,
+        "AdamW's temporaries": 4 * shard,
+        "cache": 2 * s.L * s.kv * b * rows * longest,                      # keys and values
+        "evaluation's cache": 2 * s.L * s.kv * b * test_rows * test_longest,
+    }
+    total = lambda *names: sum(parts[name] for name in names)              # noqa: E731
+    always = total("weights", "optimizer", "teacher", "rollout replica")
+    return parts, {
+        "rollout": always + parts["cache"] + 24 * rows * s.V,              # logits, and what sampling makes of them
+        "training": always + total("gradients", "layer inputs", "one layer", "loss kernel", "gathered"),
+        "update": always + total("gradients", "AdamW's temporaries"),
+        "evaluation": total("weights", "rollout replica", "evaluation's cache") + 24 * test_rows * s.V,
+    }
+
+
+def plan_work(s, c, gpus, share):
+    """What a step and an evaluation compute and read, prompts of p and responses of T tokens at `share` of the longest.
+
+        forward(n) = 2 used n + 2 L q n^2 FLOPs over n tokens        (products with weights; causal attention)
+
+    A prompt is read once for its group. Backward is two such passes, checkpointing one more: 6 or 8 `used` a token.
+    Decoding reads weights and cache for each token of all rows; a row that ends makes room for the next.
+
+    Returns:
+        {part: (FLOPs, bytes that each GPU reads)}, and N, p, T.
+    """
+    forward = lambda n: 2 * s.used * n + 2 * s.L * s.q * n * n             # noqa: E731
+    rows, test_rows, tests = plan_rows(c, gpus)
+    lengths = c.max_prompt_tokens, c.max_new_tokens, c.eval.max_new_tokens or c.max_new_tokens
+    p, T, test_T = (math.ceil(share * n) for n in lengths)
+    P, b = c.prompts_per_step, 2 if c.optim.compute_dtype == "bfloat16" else 4
+    N = P * c.group_size if rows else P                                    # sft learns from one reference a prompt
+
+    def sampling(prompts, responses, T, rows):
+        steps = responses * T / gpus / rows
+        return (prompts * forward(p) + responses * (forward(p + T) - forward(p)),
+                steps * b * (s.N + rows * (p + T / 2) * 2 * s.L * s.kv))
+
+    seen = {"sdpo": min(p + T, c.sdpo.max_teacher_tokens), "grpo": p if c.grpo.kl_coef else 0}.get(c.method, 0)
+    return {
+        "rollout": sampling(P, N, T, rows) if rows else (0, 0),
+        "training": (N * forward(p + T) * (4 if c.optim.gradient_checkpointing else 3), 0),
+        "teacher": (N * forward(seen + T) if seen else 0, 0),              # it saw a prompt and a sibling's response
+        "evaluation": sampling(tests, tests * c.eval.samples, test_T, test_rows),
+    }, (N, p, T)
+
+
+def plan(config, folder, card=None, gpus=1, say=print):
+    """Print what each variant needs on each of `gpus` cards, whether it fits, how long it takes. Loads and writes nothing.
+
+    Raises:
+        ConfigError: one line.
+    """
+    if card not in (None, *CARDS):
+        raise ConfigError(f"--card: {card!r} isn't known; it must be one of {', '.join(CARDS)}")
+    if gpus < 1:
+        raise ConfigError(f"--gpus: {gpus} isn't allowed; it must be at least 1")
+    variants = {v.name: variant_config(config, v) for v in config.variants} or {Path(config.out_dir).name: config}
+    shapes = {c.model: model_shape(c, folder) for c in variants.values()}
+    shown = [(c, shapes[c.model]) for c in variants.values()]
+    row = lambda label, cells: say(f"{label:<34}" + "".join(f"{cell:>19}" for cell in cells))     # noqa: E731
+    for name, s in shapes.items():
+        say(f"{name}: {s.N:,} parameters")
+    row(f"GB on each of {gpus} GPU{'s' * (gpus > 1)}", variants)
+    memory = [plan_memory(s, c, gpus) for c, s in shown]
+    for i, words in enumerate(("", "all while in ")):
+        for part in memory[0][i]:
+            row(f"  {words}{part}", [f"{m[i][part] / 1e9:.2f}" for m in memory])
+    peaks, works = [max(phases.values()) / 1e9 for _, phases in memory], {}
+    for words, share in ((f"{MEAN:.0%}", MEAN), ("longest", 1)):
+        works[words] = [plan_work(s, c, gpus, share) for c, s in shown]
+        row(f"A step, {words}: N x (p + T) tokens", [f"{N} x ({p} + {T})" for _, (N, p, T) in works[words]])
+        for part in works[words][0][0]:
+            row(f"  {part}, PFLOP", [f"{w[part][0] / 1e15:.4g}" for w, _ in works[words]])
+    steps, stages = sum(t.steps or config.stage_steps for t in config.tasks), len(config.tasks)
+    for name in [card] if card else CARDS:
+        size, speed, bandwidth = CARDS[name]
+        fits = [peak <= ROOM * size for peak in peaks]
+        row(f"{name}: at most {ROOM * size:.1f} GB", [f"{p:.1f} " + ("fits" if f else "doesn't fit") for p, f in zip(peaks, fits)])
+        for words, work in works.items() if any(fits) else ():
+            seconds = [{part: max(flops / (gpus * COMPUTE * speed * 1e12), read / (BANDWIDTH * bandwidth * 1e12))
+                        for part, (flops, read) in w.items()} for w, _ in work]
+            parts = [(x["rollout"], x["training"] + x["teacher"], stages * x["evaluation"] / 3600) for x in seconds]
+            row(f"  {words}: s a step", [f"{r:.0f} + {t:.0f}" if f else "" for (r, t, _), f in zip(parts, fits)])
+            row(f"  {words}: h for {steps} steps", [f"{steps * (r + t) / 3600:.1f} + {e:.1f}" if f else "" for (r, t, e), f in zip(parts, fits)])
+    say(f"s a step: rollout + training. h: steps + {stages} evaluations; the base's is one more. Assumed, not measured: prompts and "
+        f"responses of\n{MEAN:.0%} of the longest; {COMPUTE:.0%} of a card's dense bfloat16 FLOP/s; {BANDWIDTH:.0%} of its bandwidth in "
+        f"decoding; {1 - ROOM:.0%} of its memory for CUDA and\nfragments; {TEST_PROMPTS} test prompts where a task has no test_limit. Not "
+        "counted: loading, verifying, traffic between GPUs; float32 takes longer.")
+
+
+# ------------------------------------------------------------------------------------------------
+# Command line
+# ------------------------------------------------------------------------------------------------
+
+
 def main(argv=None):
     """The command line. Returns the exit code: 0, 2 after one line on stderr, 130 or 143 after a signal."""
     parser = argparse.ArgumentParser(
@@ -1371,9 +1537,16 @@ def main(argv=None):
     )
     parser.add_argument("--config", required=True, help="a YAML file, e.g. configs/tiny.yaml")
     parser.add_argument("overrides", nargs="*", metavar="key.sub=value", help="e.g. lr=1e-5 sdpo.teacher=ema")
+    parser.add_argument("--plan", action="store_true", help="print memory, tokens and time that a run needs; load nothing")
+    parser.add_argument("--card", help=f"with --plan: {', '.join(CARDS)} (all of them)")
+    parser.add_argument("--gpus", type=int, default=1, metavar="K", help="with --plan: how many of them (1)")
     options = parser.parse_args(argv)
     try:
-        run(load_config(options.config, options.overrides))
+        config = load_config(options.config, options.overrides)
+        if options.plan:
+            plan(config, Path(options.config).parent, options.card, options.gpus)
+        else:
+            run(config)
     except (ConfigError, RunError) as e:
         if os.environ.get("RANK", "0") == "0":
             print(f"error: {e}", file=sys.stderr)
