@@ -709,12 +709,13 @@ def collect(model, player, tokenizer, task, examples, config, seed=0, pad_id=0):
     out = rollout(
         player.model, tokenizer, chats, G, config.max_new_tokens, config.rollout.temperature,
         batch_size=config.rollout.batch_size, template=config.rollout.chat_template, seeds=[step_seed(seed, i) for i in places],
+        engine=rollout_engine(config, player.model),
     )
     verdicts = [verify(spec.verifier, text, examples[i // G], spec.paper_scoring) for i, text in enumerate(out.texts)]
     rewards = torch.tensor([v.reward for v in verdicts]).view(-1, G)       # (P, G)
     advantages = group_advantages(rewards, config.grpo.scale_by_std, config.grpo.eps).flatten()
     batch = Batch([out.prompts[i // G] for i in range(len(out))], out.response_ids, out.mask, [], out.logps)
-    if player.apart:
+    if player.apart or out.logps is None:
         resample_logps(model, batch, config, pad_id)
     s = config.sdpo
     if config.method == "grpo":
