@@ -42,6 +42,7 @@ import shutil
 import signal
 import string
 import sys
+import tempfile
 import time
 import types
 import typing
@@ -71,7 +72,7 @@ from eval import (
     AT_LEAST_1, NOT_NEGATIVE, POSITIVE, SHARE, TaskSpec, VerifierError, accuracy, continual_metrics, format_matrix,
     load_task, one_line, report, verify,
 )
-from grpo import encode, group_advantages, grpo_loss, left_pad, rollout
+from grpo import encode, flash_attention, group_advantages, grpo_loss, left_pad, rollout
 from kernels import fused_token_kl, fused_token_logps, masked_mean, predicting
 from sdpo import FEEDBACK, REPROMPT, SOLUTION, Teacher, drop_tokens, sdpo_loss, teacher_prompts
 
@@ -99,6 +100,7 @@ class RolloutConfig:
     batch_size: Annotated[int, NOT_NEGATIVE] = 0     # responses sampled at once; 0: the whole step
     importance_cap: Annotated[float, POSITIVE] = 2.0  # where another copy of the model samples: see `resample_logps`
     chat_template: dict = field(default_factory=dict)  # arguments of the chat template, e.g. enable_thinking
+    engine: Literal["auto", "loop", "continuous", "static"] = "auto"  # see rollout_engine
 
 
 @dataclass
@@ -564,6 +566,12 @@ def shard(model, config):
     return model
 
 
+def settle(model):
+    """Split embedding and head again, which FSDP leaves whole after a pass without a backward one."""
+    if isinstance(model, FSDPModule):
+        model.reshard()
+
+
 def _whole(tensor):
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
@@ -587,6 +595,7 @@ class Player:
     def refresh(self, policy):
         """Take over the policy's weights."""
         if self.apart:
+            settle(policy)
             for mine, other in zip(self.model.parameters(), policy.parameters(), strict=True):
                 mine.copy_(_whole(other))
 
@@ -596,6 +605,7 @@ def frozen_copy(model, player, config, exact=False):
     if not isinstance(model, FSDPModule):
         made = copy.deepcopy(model)
         return (made if exact else made.to(player.model.dtype)).eval().requires_grad_(False)
+    settle(model)
     made = copy.deepcopy(player.model)
     made = shard((made.to(model.dtype) if exact else made).to(model.device), config)
     with torch.no_grad():
@@ -781,6 +791,15 @@ class Batch:
     teacher_prompts: list | None = None     # N lists of ids or None: sdpo
 
 
+def rollout_engine(config, model):
+    """The engine of grpo.rollout; auto: the loop on a CPU, on CUDA continuous batching if flash attention is
+    installed (without it each response reads, masked, the cache of all others), else the static cache."""
+    if config.rollout.engine != "auto":
+        return config.rollout.engine
+    on_cuda = "continuous" if flash_attention(model) else "static"
+    return on_cuda if model.device.type == "cuda" else "loop"
+
+
 def collect(model, player, tokenizer, task, examples, config, seed=0, pad_id=0):
     """Sample, verify, and turn rewards into what the method learns from.
 
@@ -796,13 +815,14 @@ def collect(model, player, tokenizer, task, examples, config, seed=0, pad_id=0):
     out = all_or_none(lambda: rollout(
         player.model, tokenizer, chats, G, config.max_new_tokens, config.rollout.temperature,
         batch_size=config.rollout.batch_size, template=config.rollout.chat_template, seeds=[step_seed(seed, i) for i in places],
+        engine=rollout_engine(config, player.model),
     ))
     verdicts = all_or_none(
         lambda: [verify(spec.verifier, text, examples[i // G], spec.paper_scoring) for i, text in enumerate(out.texts)])
     rewards = torch.tensor([v.reward for v in verdicts]).view(-1, G)       # (P, G)
     advantages = group_advantages(rewards, config.grpo.scale_by_std, config.grpo.eps).flatten()
     batch = Batch([out.prompts[i // G] for i in range(len(out))], out.response_ids, out.mask, [], out.logps)
-    if player.apart:
+    if player.apart or out.logps is None:
         resample_logps(model, batch, config, pad_id)
     s = config.sdpo
     if config.method == "grpo":
@@ -989,6 +1009,7 @@ def update(model, teacher, reference, optimizer, batch, config, pad_id):
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
         if teacher is not None:
+            settle(teacher.model)
             teacher.update(model)
         logs.append(log)
     keys = logs[0] if logs else {}
@@ -1535,6 +1556,171 @@ def run(config, say=print):
     return results
 
 
+# ------------------------------------------------------------------------------------------------
+# --plan: what a run needs and costs, from shapes alone
+# ------------------------------------------------------------------------------------------------
+
+# Vendors' figures: GB (10^9 bytes) of memory, dense bfloat16 TFLOP/s, TB/s of the memory.
+CARDS = {"H200": (141, 989, 4.8), "H100-80GB": (80, 989, 3.35), "A100-80GB": (80, 312, 2.04), "L40S": (48, 362, 0.864),
+         "RTX4090": (24, 165, 1.01), "L4": (24, 121, 0.3)}
+# Assumed, not measured, and printed with every plan.
+COMPUTE, BANDWIDTH, ROOM, MEAN, TEST_PROMPTS = 0.4, 0.5, 0.9, 0.25, 500
+
+
+def model_shape(config, folder):
+    """Sizes of the model (a dense decoder), without its weights. Raises ConfigError.
+
+    models/NAME/config.json beside the config comes first: it needs no network, whose absence takes half a minute to
+    find out. Then a folder or the hub's cache, then the hub's config.json, which is kept nowhere.
+    """
+    shape = Path(folder) / "models" / config.model
+    try:
+        found = _pretrained(AutoConfig, str(shape) if shape.is_dir() else config.model, config, local_files_only=True)
+    except ConfigError:
+        with tempfile.TemporaryDirectory() as nowhere:
+            found = _pretrained(AutoConfig, config.model, config, cache_dir=nowhere)
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(found, trust_remote_code=config.trust_remote_code)
+    count = lambda module: sum(p.numel() for p in module.parameters())     # a tied head counts once  # noqa: E731
+    layers = next(m for m in model.base_model.modules() if isinstance(m, torch.nn.ModuleList))
+    embedding, head = model.get_input_embeddings().weight, model.get_output_embeddings().weight
+    t, N = found.get_text_config(), count(model)
+    width = getattr(t, "head_dim", None) or t.hidden_size // t.num_attention_heads
+    return types.SimpleNamespace(                                          # used: what a token is multiplied with
+        N=N, used=N - (0 if head is embedding else embedding.numel()), layer=max(map(count, layers)), root=N - count(layers),
+        L=len(layers), V=len(head), H=t.hidden_size, I=t.intermediate_size, q=width * t.num_attention_heads,
+        kv=width * (getattr(t, "num_key_value_heads", None) or t.num_attention_heads),
+    )
+
+
+def plan_rows(c, gpus):
+    """Responses that a GPU samples at once, in training and in evaluation (whole groups), and the evaluation's prompts."""
+    tests = sum(t.test_limit or TEST_PROMPTS for t in c.tasks + c.ood)
+    rows = [group * min(math.ceil(prompts / gpus), max(1, size // group) if size else prompts) for size, group, prompts in (
+        (c.rollout.batch_size, c.group_size, c.prompts_per_step), (c.eval.batch_size, c.eval.samples, tests))]
+    return 0 if c.method == "sft" else rows[0], rows[1], tests
+
+
+def plan_memory(s, c, gpus):
+    """Bytes on each GPU for a shape s under a Config c: {part: bytes}, and {phase: the sum of its parts}.
+
+    From above: the parts of a phase don't all meet at their largest. From below: CUDA itself, padding, fragments (ROOM).
+    """
+    half, (rows, test_rows, _) = c.optim.compute_dtype == "bfloat16", plan_rows(c, gpus)
+    b, shard, longest = 2 if half else 4, s.N / gpus, c.max_prompt_tokens + c.max_new_tokens
+    test_longest = c.max_prompt_tokens + (c.eval.max_new_tokens or c.max_new_tokens)
+    tokens = max(c.optim.micro_batch_tokens, longest)                      # a longer row is a micro-batch of its own
+    second = c.sdpo.teacher != "live" if c.method == "sdpo" else c.method == "grpo" and c.grpo.kl_coef > 0
+    slow = c.method == "sdpo" and c.sdpo.teacher == "ema"                  # bfloat16 would round its steps to nothing
+    # What a layer keeps for its backward pass, bytes per token, as counted in transformers' Qwen3: under autocast the
+    # residual stream and the norms stay float32. The gradients of the widest products come on top.
+    kept = 26 * s.H + 10 * (s.q + s.kv) + 8 * s.I if half else 24 * s.H + 16 * (s.q + s.kv) + 16 * s.I
+    parts = {
+        "weights": 4 * shard,                                              # float32 masters
+        "optimizer": 8 * shard,                                            # AdamW's two moments, float32
+        "teacher": (4 if slow else b) * shard if second else 0,            # or GRPO's reference
+        "rollout replica": 0 if gpus == 1 and not half else b * s.N,       # whole, on every GPU
+        "gradients": 4 * shard,                                            # float32
+        "layer inputs": s.L * tokens * (4 * s.H if c.optim.gradient_checkpointing else kept),
+        "one layer": tokens * (kept + 6 * s.H + 2 * b * s.I),              # made again in the backward pass
+        "loss kernel": 2 * c.optim.chunk * s.V * 4 + s.V * s.H * 4,        # a chunk's logits; the head's gradient
+        # Several GPUs: the largest layer, and embedding, head, last norm. One: the copy that autocast makes of all.
+        "gathered": b * (s.layer + s.root) if gpus > 1 else b * s.N if half else 0,
+        "AdamW's temporaries": 4 * shard,
+        "cache": 2 * s.L * s.kv * b * rows * longest,                      # keys and values
+        "evaluation's cache": 2 * s.L * s.kv * b * test_rows * test_longest,
+    }
+    total = lambda *names: sum(parts[name] for name in names)              # noqa: E731
+    always = total("weights", "optimizer", "teacher", "rollout replica")
+    return parts, {
+        "rollout": always + parts["cache"] + 24 * rows * s.V,              # logits, and what sampling makes of them
+        "training": always + total("gradients", "layer inputs", "one layer", "loss kernel", "gathered"),
+        "update": always + total("gradients", "AdamW's temporaries"),
+        "evaluation": total("weights", "rollout replica", "evaluation's cache") + 24 * test_rows * s.V,
+    }
+
+
+def plan_work(s, c, gpus, share):
+    """What a step and an evaluation compute and read, prompts of p and responses of T tokens at `share` of the longest.
+
+        forward(n) = 2 used n + 2 L q n^2 FLOPs over n tokens        (products with weights; causal attention)
+
+    A prompt is read once for its group. Backward is two such passes, checkpointing one more: 6 or 8 `used` a token.
+    Decoding reads weights and cache for each token of all rows; a row that ends makes room for the next.
+
+    Returns:
+        {part: (FLOPs, bytes that each GPU reads)}, and N, p, T.
+    """
+    forward = lambda n: 2 * s.used * n + 2 * s.L * s.q * n * n             # noqa: E731
+    rows, test_rows, tests = plan_rows(c, gpus)
+    lengths = c.max_prompt_tokens, c.max_new_tokens, c.eval.max_new_tokens or c.max_new_tokens
+    p, T, test_T = (math.ceil(share * n) for n in lengths)
+    P, b = c.prompts_per_step, 2 if c.optim.compute_dtype == "bfloat16" else 4
+    N = P * c.group_size if rows else P                                    # sft learns from one reference a prompt
+
+    def sampling(prompts, responses, T, rows):
+        steps = responses * T / gpus / rows
+        return (prompts * forward(p) + responses * (forward(p + T) - forward(p)),
+                steps * b * (s.N + rows * (p + T / 2) * 2 * s.L * s.kv))
+
+    seen = {"sdpo": min(p + T, c.sdpo.max_teacher_tokens), "grpo": p if c.grpo.kl_coef else 0}.get(c.method, 0)
+    return {
+        "rollout": sampling(P, N, T, rows) if rows else (0, 0),
+        "training": (N * forward(p + T) * (4 if c.optim.gradient_checkpointing else 3), 0),
+        "teacher": (N * forward(seen + T) if seen else 0, 0),              # it saw a prompt and a sibling's response
+        "evaluation": sampling(tests, tests * c.eval.samples, test_T, test_rows),
+    }, (N, p, T)
+
+
+def plan(config, folder, card=None, gpus=1, say=print):
+    """Print what each variant needs on each of `gpus` cards, whether it fits, how long it takes. Loads and writes nothing.
+
+    Raises:
+        ConfigError: one line.
+    """
+    if card not in (None, *CARDS):
+        raise ConfigError(f"--card: {card!r} isn't known; it must be one of {', '.join(CARDS)}")
+    if gpus < 1:
+        raise ConfigError(f"--gpus: {gpus} isn't allowed; it must be at least 1")
+    variants = {v.name: variant_config(config, v) for v in config.variants} or {Path(config.out_dir).name: config}
+    shapes = {c.model: model_shape(c, folder) for c in variants.values()}
+    shown = [(c, shapes[c.model]) for c in variants.values()]
+    row = lambda label, cells: say(f"{label:<34}" + "".join(f"{cell:>19}" for cell in cells))     # noqa: E731
+    for name, s in shapes.items():
+        say(f"{name}: {s.N:,} parameters")
+    row(f"GB on each of {gpus} GPU{'s' * (gpus > 1)}", variants)
+    memory = [plan_memory(s, c, gpus) for c, s in shown]
+    for i, words in enumerate(("", "all while in ")):
+        for part in memory[0][i]:
+            row(f"  {words}{part}", [f"{m[i][part] / 1e9:.2f}" for m in memory])
+    peaks, works = [max(phases.values()) / 1e9 for _, phases in memory], {}
+    for words, share in ((f"{MEAN:.0%}", MEAN), ("longest", 1)):
+        works[words] = [plan_work(s, c, gpus, share) for c, s in shown]
+        row(f"A step, {words}: N x (p + T) tokens", [f"{N} x ({p} + {T})" for _, (N, p, T) in works[words]])
+        for part in works[words][0][0]:
+            row(f"  {part}, PFLOP", [f"{w[part][0] / 1e15:.4g}" for w, _ in works[words]])
+    steps, stages = sum(t.steps or config.stage_steps for t in config.tasks), len(config.tasks)
+    for name in [card] if card else CARDS:
+        size, speed, bandwidth = CARDS[name]
+        fits = [peak <= ROOM * size for peak in peaks]
+        row(f"{name}: at most {ROOM * size:.1f} GB", [f"{p:.1f} " + ("fits" if f else "doesn't fit") for p, f in zip(peaks, fits)])
+        for words, work in works.items() if any(fits) else ():
+            seconds = [{part: max(flops / (gpus * COMPUTE * speed * 1e12), read / (BANDWIDTH * bandwidth * 1e12))
+                        for part, (flops, read) in w.items()} for w, _ in work]
+            parts = [(x["rollout"], x["training"] + x["teacher"], stages * x["evaluation"] / 3600) for x in seconds]
+            row(f"  {words}: s a step", [f"{r:.0f} + {t:.0f}" if f else "" for (r, t, _), f in zip(parts, fits)])
+            row(f"  {words}: h for {steps} steps", [f"{steps * (r + t) / 3600:.1f} + {e:.1f}" if f else "" for (r, t, e), f in zip(parts, fits)])
+    say(f"s a step: rollout + training. h: steps + {stages} evaluations; the base's is one more. Assumed, not measured: prompts and "
+        f"responses of\n{MEAN:.0%} of the longest; {COMPUTE:.0%} of a card's dense bfloat16 FLOP/s; {BANDWIDTH:.0%} of its bandwidth in "
+        f"decoding; {1 - ROOM:.0%} of its memory for CUDA and\nfragments; {TEST_PROMPTS} test prompts where a task has no test_limit. Not "
+        "counted: loading, verifying, traffic between GPUs; float32 takes longer.")
+
+
+# ------------------------------------------------------------------------------------------------
+# Command line
+# ------------------------------------------------------------------------------------------------
+
+
 def main(argv=None):
     """The command line. Returns the exit code: 0, 2 after one line on stderr, 130 or 143 after a signal."""
     parser = argparse.ArgumentParser(
@@ -1542,6 +1728,9 @@ def main(argv=None):
     )
     parser.add_argument("--config", required=True, help="a YAML file, e.g. configs/tiny.yaml")
     parser.add_argument("overrides", nargs="*", metavar="key.sub=value", help="e.g. lr=1e-5 sdpo.teacher=ema")
+    parser.add_argument("--plan", action="store_true", help="print memory, tokens and time that a run needs; load nothing")
+    parser.add_argument("--card", help=f"with --plan: {', '.join(CARDS)} (all of them)")
+    parser.add_argument("--gpus", type=int, default=1, metavar="K", help="with --plan: how many of them (1)")
     options = parser.parse_args(argv)
 
     def leave(number, frame):                                              # outside of training there is nothing to save
@@ -1551,7 +1740,10 @@ def main(argv=None):
     try:
         config = load_config(options.config, options.overrides)
         try:
-            run(config)
+            if options.plan:
+                plan(config, Path(options.config).parent, options.card, options.gpus)
+            else:
+                run(config)
         except ConfigError as e:                                           # of a file, a model or a folder that it names
             raise ConfigError(f"{options.config}: {e}") from None
     except (ConfigError, RunError, VerifierError) as e:

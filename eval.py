@@ -12,6 +12,11 @@ verdict. After each stage the model is measured on every task, which fills the m
     relative           100 (R[i][j] - R[0][j]) / R[0][j]
     pass@k             1 - C(n - c, k) / C(n, k), c right of n samples        (Chen et al. 2021)
 
+How far a stage moved a weight matrix W = U diag(s) V^T:
+
+    spectral shift     |s1 - s0| / |s0|, of the singular values before (0) and after (1)
+    principal angles   of the top-k left singular vectors: their cosines are the singular values of U0^T U1
+
 Where we differ from the official code, on purpose: the last balanced box of the whole response is
 read (there the last 100 characters); a tool call is compared as a pair of name and arguments (there
 all arguments are merged into one dictionary; `paper_scoring` brings that back); the code block that
@@ -816,12 +821,16 @@ def continual_metrics(R):
     if not base or any(len(row) != len(base) for row in R) or K > len(base):
         raise ValueError("continual_metrics: needs a base row and one equally long row for each stage")
     mean = lambda values: sum(values) / len(values) if values else 0.0        # noqa: E731
+    ### BEGIN SOLUTION T14
+    forgetting = mean([max(R[i][j] for i in range(1, K)) - R[K][j] for j in range(K - 1)])
+    backward_transfer = mean([R[K][j] - R[j + 1][j] for j in range(K - 1)])
+    ### END SOLUTION
     return {
         "last": list(R[K]),
         "average": mean(R[K]),
         "gain": mean([R[j + 1][j] - base[j] for j in range(K)]),
-        "forgetting": mean([max(R[i][j] for i in range(1, K)) - R[K][j] for j in range(K - 1)]),
-        "backward_transfer": mean([R[K][j] - R[j + 1][j] for j in range(K - 1)]),
+        "forgetting": forgetting,
+        "backward_transfer": backward_transfer,
         "relative": [[100 * (r - b) / b if b else None for r, b in zip(row, base)] for row in R],
     }
 
@@ -834,11 +843,14 @@ def continual_metrics(R):
 def principal_angles(U, V):
     """Angles in degrees, ascending, between the column spaces of orthonormal U, V (n, k): (k,).
 
-    Small angles come from their sines: in float32 an arccosine knows nothing below 0.02 degrees.
+    Their cosines are the singular values of U^T V, their sines those of the part of V outside U.
+    Both are needed: in float32 an arccosine alone knows nothing below 0.02 degrees.
     """
+    ### BEGIN SOLUTION T15
     cosines = torch.linalg.svdvals(U.T @ V).clamp(max=1.0)
     sines = torch.linalg.svdvals(V - U @ (U.T @ V)).clamp(max=1.0).flip(0)
     return torch.rad2deg(torch.atan2(sines, cosines))
+    ### END SOLUTION
 
 
 @torch.no_grad()
@@ -860,10 +872,13 @@ def matrix_drift(before, after, k=64, share=0.1, threshold=1e-3):
     for U, s, V in ((U0, s0, V0), (U1, s1, V1)):
         top = ((U[:, :k] * s[:k]) @ V[:k]).abs().flatten().topk(count).indices
         masks.append(torch.zeros(W0.numel(), dtype=torch.bool).index_fill_(0, top.cpu(), True).view_as(W0.cpu()))
+    ### BEGIN SOLUTION T15
+    shift = (s1 - s0).norm() / s0.norm()
     angles = principal_angles(U0[:, :k], U1[:, :k])
+    ### END SOLUTION
     changed = ((W1 - W0).abs() > threshold * torch.maximum(W0.abs(), W1.abs())).cpu()
     return {
-        "spectral_shift": ((s1 - s0).norm() / s0.norm()).item(),
+        "spectral_shift": shift.item(),
         "angle_mean": angles.mean().item(),
         "angle_max": angles.max().item(),
         "mask_overlap": (masks[0] & masks[1]).sum().item() / count,

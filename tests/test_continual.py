@@ -8,13 +8,16 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 import yaml
 
 import continual
-from continual import ConfigError, RunError, load_config, main, make_config, micro_batches, prompt_indices, run
+from continual import (
+    ConfigError, RunError, load_config, main, make_config, micro_batches, prompt_indices, rollout_engine, run,
+)
 
 ROOT = Path(__file__).resolve().parent.parent
 TINY = ROOT / "configs" / "tiny.yaml"
@@ -98,6 +101,7 @@ WRONG = [
     ("sdpo.solution_template={demonstration:>99999999999}", "sdpo.solution_template: '{demonstration:>99999999999}' isn't allowed"),
     ("sdpo={alpha: 1}", "sdpo: set its keys one by one, e.g. sdpo.teacher=..."),
     ("grpo.aggregation=mean", "grpo.aggregation: 'mean' isn't allowed; it must be one of token_mean, sequence_mean"),
+    ("rollout.engine=vllm", "rollout.engine: 'vllm' isn't allowed; it must be one of auto, loop, continuous, static"),
     ("grpo.dual_clip=1", "grpo.dual_clip: 1.0 isn't allowed; it must be above 1, or null"),
     ("optim.compute_dtype=float16", "optim.compute_dtype: 'float16' isn't allowed; it must be one of float32, bfloat16"),
     ("optim.schedule=linear", "optim.schedule: 'linear' isn't allowed; it must be one of constant, cosine"),
@@ -218,6 +222,16 @@ def test_overrides_take_the_type_of_their_field():
     c = load_config(TINY, ["lr=1e-5", "sdpo.topk=null", "tasks.0.prompt={question}", "tasks.0.where={level: [L3]}", "out_dir=1"])
     assert (c.lr, c.sdpo.topk, c.tasks[0].prompt, c.tasks[0].where, c.out_dir) == (1e-5, None, "{question}", {"level": ["L3"]}, "1")
     assert make_config({"model": "m", "out_dir": "o", "lr": "1e-5", "tasks": [{"name": "t", "path": "p", "verifier": "math"}]}).lr == 1e-5
+
+
+@pytest.mark.parametrize("asked, device, flash, right", [
+    ("auto", "cpu", False, "loop"), ("auto", "cuda", True, "continuous"), ("auto", "cuda", False, "static"),
+    ("static", "cpu", False, "static"), ("continuous", "cuda", False, "continuous"), ("loop", "cuda", True, "loop"),
+])
+def test_rollouts_take_the_engine_asked_for_or_the_devices_fastest(tmp_path, monkeypatch, asked, device, flash, right):
+    monkeypatch.setattr(continual, "flash_attention", lambda model: flash)
+    config = tiny(tmp_path, f"rollout.engine={asked}")
+    assert rollout_engine(config, SimpleNamespace(device=torch.device(device))) == right
 
 
 def test_every_shipped_config_loads():
