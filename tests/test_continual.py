@@ -417,43 +417,7 @@ def test_warm_up_and_learning_rate_restart_with_the_stage(tmp_path):
     assert [line["lr"] for line in log(tmp_path / "run")] == pytest.approx([5e-4, 1e-3, 1e-3] * 2)
 
 
-# ---- a folder in which nothing is lost ---------------------------------------------------------
-
-
-@pytest.fixture(scope="module")
-def uninterrupted(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("whole")
-    run(tiny(folder, "method=sdpo", "sdpo.teacher=ema", "optim.warmup_steps=2"))
-    return folder / "run"
-
-
-@pytest.mark.parametrize("moment", [
-    "step 1", "step 5", "save 2", "save 4", "save 8", "evaluation 1", "evaluation 3", "evaluation 6", "model 1", "write 5", "write 6",
-    "write 11", "write 12"])
-def test_cont_01_cont_02_a_run_cut_anywhere_ends_the_same(tmp_path, monkeypatch, uninterrupted, moment):
-    """The process dies at the start of the n-th step, save, evaluation, model folder or small file."""
-    kind, n = moment.split()
-    place = {"step": (continual, "train_step"), "save": (continual.dcp, "save"), "evaluation": (continual, "accuracy"),
-             "model": (continual, "save_model"), "write": (continual, "write_whole")}[kind]
-    original, calls = getattr(*place), []
-
-    class Death(BaseException):
-        pass
-
-    def fatal(*args, **kwargs):
-        calls.append(1)
-        if len(calls) == int(n):
-            raise Death
-        return original(*args, **kwargs)
-
-    settings = ["method=sdpo", "sdpo.teacher=ema", "optim.warmup_steps=2"]
-    with monkeypatch.context() as patch:
-        patch.setattr(*place, fatal)
-        with pytest.raises(Death):
-            run(tiny(tmp_path, *settings))
-    run(tiny(tmp_path, *settings))
-    assert_equal_runs(uninterrupted, tmp_path / "run")
-    assert json.loads((tmp_path / "run" / "evaluation-2.json").read_text())
+# ---- a folder in which nothing is lost (and see test_faults.py) --------------------------------
 
 
 def test_a_save_before_the_first_update_changes_nothing(tmp_path, monkeypatch):
@@ -480,24 +444,6 @@ def test_a_save_before_the_first_update_changes_nothing(tmp_path, monkeypatch):
         assert all(torch.equal(weights_of["plain"][k], weights_of[name][k]) for k in weights_of["plain"])
 
 
-def test_sigkill_in_stage_two_then_the_same_command(tmp_path, uninterrupted):
-    tiny(tmp_path)
-    command = [sys.executable, str(ROOT / "continual.py"), "--config", str(tmp_path / "config.yaml"), *SHORT,
-               f"out_dir={tmp_path / 'run'}", "method=sdpo", "sdpo.teacher=ema", "optim.warmup_steps=2"]
-    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, start_new_session=True)
-    lines = tmp_path / "run" / "metrics.jsonl"
-    deadline = time.time() + 100
-    while time.time() < deadline and not (lines.exists() and len(lines.read_text().splitlines()) >= 4):
-        time.sleep(0.01)
-    os.killpg(process.pid, signal.SIGKILL)
-    process.communicate()
-    assert process.returncode == -signal.SIGKILL
-    again = subprocess.run(command, capture_output=True, text=True)
-    assert again.returncode == 0, again.stderr
-    assert "continues from 002-" in again.stdout
-    assert_equal_runs(uninterrupted, tmp_path / "run")
-
-
 def test_sigterm_saves_and_exits(tmp_path):
     tiny(tmp_path)
     command = [sys.executable, str(ROOT / "continual.py"), "--config", str(tmp_path / "config.yaml"), *SHORT,
@@ -515,26 +461,6 @@ def test_sigterm_saves_and_exits(tmp_path):
     assert state["step"] == len(log(tmp_path / "run")) < 1000
 
 
-@pytest.mark.parametrize("harm", ["truncated", "flipped", "missing", "no state"])
-def test_a_damaged_checkpoint_gives_way_to_the_one_before(tmp_path, monkeypatch, uninterrupted, harm):
-    settings = ["method=sdpo", "sdpo.teacher=ema", "optim.warmup_steps=2"]
-    with monkeypatch.context() as patch:
-        patch.setattr(continual, "measure", _fail_at(continual.measure, 3))
-        with pytest.raises(KeyError):
-            run(tiny(tmp_path, *settings))
-    newest = continual.checkpoints(tmp_path / "run")[0]
-    file = newest / ("state.json" if harm == "no state" else "__0_0.distcp")
-    data = file.read_bytes()
-    if harm in ("missing", "no state"):
-        file.unlink()
-    else:
-        file.write_bytes(data[: len(data) // 2] if harm == "truncated" else data[:500] + bytes([data[500] ^ 1]) + data[501:])
-    said = []
-    run(tiny(tmp_path, *settings), say=said.append)
-    assert any(f"{newest} is damaged" in s for s in said) and any("continues from" in s for s in said)
-    assert_equal_runs(uninterrupted, tmp_path / "run")
-
-
 def _fail_at(function, n):
     calls = []
 
@@ -545,29 +471,6 @@ def _fail_at(function, n):
         return function(*args, **kwargs)
 
     return failing
-
-
-def test_no_whole_checkpoint_is_never_a_silent_new_start(tmp_path, monkeypatch):
-    with monkeypatch.context() as patch:
-        patch.setattr(continual, "train_step", _fail_at(continual.train_step, 3))
-        with pytest.raises(KeyError):
-            run(tiny(tmp_path, "method=sft"))
-    for place in continual.checkpoints(tmp_path / "run"):
-        (place / "state.json").unlink()
-    for _ in range(2):                                                   # nor is it one the next time
-        with pytest.raises(RunError, match="no checkpoint is whole"):
-            run(tiny(tmp_path, "method=sft"))
-
-
-def test_a_log_shorter_than_the_checkpoint_counts_is_reported(tmp_path, monkeypatch):
-    with monkeypatch.context() as patch:
-        patch.setattr(continual, "train_step", _fail_at(continual.train_step, 4))
-        with pytest.raises(KeyError):
-            run(tiny(tmp_path, "method=sft"))
-    lines = (tmp_path / "run" / "metrics.jsonl").read_text().splitlines(keepends=True)
-    (tmp_path / "run" / "metrics.jsonl").write_text("".join(lines[:1]))
-    with pytest.raises(RunError, match="has 1 lines where the checkpoint counts 3"):
-        run(tiny(tmp_path, "method=sft"))
 
 
 def test_finished_runs_end_at_once_and_other_configs_are_refused(tmp_path, monkeypatch):
@@ -583,37 +486,6 @@ def test_a_mistake_found_before_the_run_claims_no_folder(tmp_path):
     with pytest.raises(ConfigError, match="no folder"):
         run(tiny(tmp_path, "method=sft", "model=./typo", tasks=1))
     assert run(tiny(tmp_path, "method=sft", tasks=1))
-
-
-def test_a_run_folder_belongs_to_one_process(tmp_path):
-    code = "import fcntl,sys,time; f=open(sys.argv[1],'a'); fcntl.flock(f,fcntl.LOCK_EX); print('ok',flush=True); time.sleep(60)"
-    (tmp_path / "run").mkdir()
-    other = subprocess.Popen([sys.executable, "-c", code, str(tmp_path / "run" / ".lock")], stdout=subprocess.PIPE)
-    other.stdout.readline()
-    with pytest.raises(ConfigError, match="in use by another process"):
-        run(tiny(tmp_path))
-    other.kill()
-    other.wait()
-    run(tiny(tmp_path, "method=sft", tasks=1))                           # a dead process's lock is free
-
-
-@pytest.mark.parametrize("method", ["grpo", "sdpo", "sft"])
-def test_a_loss_that_is_not_finite_stops_the_run_before_the_update(tmp_path, monkeypatch, method):
-    original, calls = continual.micro_loss, []
-
-    def poisoned(*args, **kwargs):
-        loss, numbers = original(*args, **kwargs)
-        calls.append(1)
-        return (loss * float("nan") if len(log(tmp_path / "run")) == 4 else loss), numbers
-
-    with monkeypatch.context() as patch:
-        patch.setattr(continual, "micro_loss", poisoned)
-        with pytest.raises(RunError, match=r"stage 2 \(science\), step 2: loss nan.*rows \[.*the state before it is saved"):
-            run(tiny(tmp_path, f"method={method}", "save_every=100"))
-    place, state = continual.newest_state(tmp_path / "run")
-    assert (state["stage"], state["step"]) == (2, 1)
-    run(tiny(tmp_path, f"method={method}", "save_every=100"))             # healed: it goes on from there
-    assert len(log(tmp_path / "run")) == 6
 
 
 def test_a_bad_second_update_of_a_step_is_not_saved_over(tmp_path, monkeypatch):
@@ -633,24 +505,6 @@ def test_a_bad_second_update_of_a_step_is_not_saved_over(tmp_path, monkeypatch):
     run(tiny(tmp_path, *settings))
     run(tiny(tmp_path, *settings, f"out_dir={tmp_path / 'whole'}"))
     assert_equal_runs(tmp_path / "whole", tmp_path / "run")
-
-
-@pytest.mark.parametrize("method", ["grpo", "sdpo"])
-def test_a_step_without_any_signal_changes_nothing(tmp_path, monkeypatch, method):
-    """Nothing solved: no contrast, no demonstration; the weights stay, and the log counts 0 updates."""
-    from eval import Verdict
-
-    monkeypatch.setattr(continual, "verify", lambda *a: Verdict(0.0, "", "", False))
-    config = tiny(tmp_path, f"method={method}", tasks=1)
-    run(config)
-    assert [line["updates"] for line in log(tmp_path / "run")] == [0, 0, 0]
-    before, after = weights(config.model), weights(tmp_path / "run" / "stage-1-math")
-    assert all(torch.equal(before[k], after[k]) for k in before)
-
-
-# ---- evaluation: nothing is asked twice --------------------------------------------------------
-
-BATCHES = ["method=sft", "eval.batch_size=2"]      # 8 test prompts: 4 batches a task, 8 a row, 24 in a run of two stages
 
 
 @pytest.fixture
