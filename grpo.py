@@ -23,6 +23,7 @@ group's statistics and its advantage is 0.
 
 import argparse
 import contextlib
+import functools
 import logging
 import os
 import sys
@@ -39,8 +40,16 @@ from kernels import masked_mean, token_logps
 # ------------------------------------------------------------------------------------------------
 
 
+@functools.lru_cache(maxsize=8)
+def control_tokens(tokenizer):
+    """The texts that a tokenizer reads as its own signs, such as <|im_end|>."""
+    return [t.content for t in getattr(tokenizer, "added_tokens_decoder", {}).values() if t.special and len(t.content) > 1]
+
+
 def encode(tokenizer, messages, **template):
     """Token ids of a chat, ending where the assistant's answer begins.
+
+    Only the template ends a turn: where a row or a response spells such a sign, a space is put in.
 
     Args:
         messages: [{"role": ..., "content": ...}, ...]. template: extra arguments of the tokenizer's
@@ -48,6 +57,9 @@ def encode(tokenizer, messages, **template):
     Returns:
         list of ids.
     """
+    for sign in control_tokens(tokenizer):
+        if any(sign in m["content"] for m in messages):
+            messages = [m | {"content": m["content"].replace(sign, f"{sign[0]} {sign[1:]}")} for m in messages]
     return tokenizer.apply_chat_template(
         messages, add_generation_prompt=True, tokenize=True, return_dict=False, **template
     )
@@ -321,6 +333,7 @@ def rollout(
         Rollouts, N = P * group_size; logps is None where the engine has none.
     Raises:
         ValueError: no prompts, a group or response of no length, a temperature below 0, another engine.
+        FloatingPointError: the model's logits aren't finite.
         RuntimeError: a response of continuous batching is missing, failed or too short.
     """
     if engine not in ENGINES:
@@ -351,6 +364,8 @@ def rollout(
             for i in range(0, len(ids), at_once)
         ]
     response, logps, lengths = (None if x[0] is None else torch.cat(x) for x in zip(*parts))
+    if logps is not None and not logps.isfinite().all():                   # 0 in the padding
+        raise FloatingPointError("the model's logits aren't finite while it samples")
     T = int(lengths.max())
     response, logps = response[:, :T], None if logps is None else logps[:, :T]
     mask = torch.arange(T, device=lengths.device) < lengths[:, None]       # (N, T)

@@ -82,7 +82,8 @@ def strip_thinking(text):
     >>> strip_thinking("plan</think> B"), strip_thinking("<think>x</think>B"), strip_thinking("<think>x")
     ('B', 'B', '')
     """
-    text = re.sub(r"<think>.*?</think>", "", text, flags=re.DOTALL)
+    head, end, tail = text.rpartition("</think>")                          # in the head every block closes: one pass
+    text = re.sub(r"<think>.*?</think>", "", head + end, flags=re.DOTALL) + tail
     return text.rpartition("</think>")[2].partition("<think>")[0].strip()
 
 
