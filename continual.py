@@ -1563,8 +1563,7 @@ def run(config, say=print):
 # Vendors' figures: GB (10^9 bytes) of memory, dense bfloat16 TFLOP/s, TB/s of the memory.
 CARDS = {"H200": (141, 989, 4.8), "H100-80GB": (80, 989, 3.35), "A100-80GB": (80, 312, 2.04), "L40S": (48, 362, 0.864),
          "RTX4090": (24, 165, 1.01), "L4": (24, 121, 0.3)}
-# Assumed, not measured, and printed with every plan.
-COMPUTE, BANDWIDTH, ROOM, MEAN, TEST_PROMPTS = 0.4, 0.5, 0.9, 0.25, 500
+COMPUTE, BANDWIDTH, ROOM, MEAN, TEST_PROMPTS = 0.4, 0.5, 0.9, 0.25, 500    # assumed, and printed with every plan
 
 
 def model_shape(config, folder):
@@ -1588,8 +1587,8 @@ def model_shape(config, folder):
     width = getattr(t, "head_dim", None) or t.hidden_size // t.num_attention_heads
     return types.SimpleNamespace(                                          # used: what a token is multiplied with
         N=N, used=N - (0 if head is embedding else embedding.numel()), layer=max(map(count, layers)), root=N - count(layers),
-        L=len(layers), V=len(head), H=t.hidden_size, I=t.intermediate_size, q=width * t.num_attention_heads,
-        kv=width * (getattr(t, "num_key_value_heads", None) or t.num_attention_heads),
+        L=len(layers), V=len(head), H=t.hidden_size, I=getattr(t, "intermediate_size", None) or 4 * t.hidden_size,
+        q=width * t.num_attention_heads, kv=width * (getattr(t, "num_key_value_heads", None) or t.num_attention_heads),
     )
 
 
@@ -1606,26 +1605,27 @@ def plan_memory(s, c, gpus):
 
     From above: the parts of a phase don't all meet at their largest. From below: CUDA itself, padding, fragments (ROOM).
     """
-    half, (rows, test_rows, _) = c.optim.compute_dtype == "bfloat16", plan_rows(c, gpus)
+    half, whole, (rows, test_rows, _) = c.optim.compute_dtype == "bfloat16", gpus == 1, plan_rows(c, gpus)
     b, shard, longest = 2 if half else 4, s.N / gpus, c.max_prompt_tokens + c.max_new_tokens
     test_longest = c.max_prompt_tokens + (c.eval.max_new_tokens or c.max_new_tokens)
     tokens = max(c.optim.micro_batch_tokens, longest)                      # a longer row is a micro-batch of its own
+    exact = c.method == "sdpo" and c.sdpo.teacher == "ema"                 # bfloat16 would round its steps to nothing
     second = c.sdpo.teacher != "live" if c.method == "sdpo" else c.method == "grpo" and c.grpo.kl_coef > 0
-    slow = c.method == "sdpo" and c.sdpo.teacher == "ema"                  # bfloat16 would round its steps to nothing
-    # What a layer keeps for its backward pass, bytes per token, as counted in transformers' Qwen3: under autocast the
-    # residual stream and the norms stay float32. The gradients of the widest products come on top.
-    kept = 26 * s.H + 10 * (s.q + s.kv) + 8 * s.I if half else 24 * s.H + 16 * (s.q + s.kv) + 16 * s.I
+    # Per token, in bytes: the stream between layers, and what a layer keeps for its backward pass, as counted in
+    # transformers' Qwen3. Autocast leaves stream and norms in float32, shards compute all in bfloat16.
+    stream = 2 if half and not whole else 4
+    kept = (26 if whole else 16) * s.H + 10 * (s.q + s.kv) + 8 * s.I if half else 24 * s.H + 16 * (s.q + s.kv) + 16 * s.I
     parts = {
         "weights": 4 * shard,                                              # float32 masters
         "optimizer": 8 * shard,                                            # AdamW's two moments, float32
-        "teacher": (4 if slow else b) * shard if second else 0,            # or GRPO's reference
-        "rollout replica": 0 if gpus == 1 and not half else b * s.N,       # whole, on every GPU
+        "teacher": (4 if exact else b) * shard if second else 0,           # or GRPO's reference
+        "rollout replica": b * s.N if half or not whole else 0,            # whole, on every GPU
         "gradients": 4 * shard,                                            # float32
-        "layer inputs": s.L * tokens * (4 * s.H if c.optim.gradient_checkpointing else kept),
-        "one layer": tokens * (kept + 6 * s.H + 2 * b * s.I),              # made again in the backward pass
+        "layer inputs": s.L * tokens * (stream * s.H if c.optim.gradient_checkpointing else kept),
+        "one layer": tokens * (kept + 6 * s.H + 2 * b * s.I),              # made again, with its widest gradients
         "loss kernel": 2 * c.optim.chunk * s.V * 4 + s.V * s.H * 4,        # a chunk's logits; the head's gradient
         # Several GPUs: the largest layer, and embedding, head, last norm. One: the copy that autocast makes of all.
-        "gathered": b * (s.layer + s.root) if gpus > 1 else b * s.N if half else 0,
+        "gathered": b * (s.N if whole else s.layer + s.root) if half or not whole else 0,
         "AdamW's temporaries": 4 * shard,
         "cache": 2 * s.L * s.kv * b * rows * longest,                      # keys and values
         "evaluation's cache": 2 * s.L * s.kv * b * test_rows * test_longest,
@@ -1652,24 +1652,31 @@ def plan_work(s, c, gpus, share):
         {part: (FLOPs, bytes that each GPU reads)}, and N, p, T.
     """
     forward = lambda n: 2 * s.used * n + 2 * s.L * s.q * n * n             # noqa: E731
-    rows, test_rows, tests = plan_rows(c, gpus)
     lengths = c.max_prompt_tokens, c.max_new_tokens, c.eval.max_new_tokens or c.max_new_tokens
-    p, T, test_T = (math.ceil(share * n) for n in lengths)
-    P, b = c.prompts_per_step, 2 if c.optim.compute_dtype == "bfloat16" else 4
+    (p, T, test_T), (rows, test_rows, tests) = (math.ceil(share * n) for n in lengths), plan_rows(c, gpus)
+    half, P = c.optim.compute_dtype == "bfloat16", c.prompts_per_step
     N = P * c.group_size if rows else P                                    # sft learns from one reference a prompt
 
     def sampling(prompts, responses, T, rows):
-        steps = responses * T / gpus / rows
-        return (prompts * forward(p) + responses * (forward(p + T) - forward(p)),
-                steps * b * (s.N + rows * (p + T / 2) * 2 * s.L * s.kv))
+        flops = prompts * forward(p) + responses * (forward(p + T) - forward(p))
+        return flops, responses * T / gpus / rows * (2 if half else 4) * (s.N + rows * (p + T / 2) * 2 * s.L * s.kv)
 
     seen = {"sdpo": min(p + T, c.sdpo.max_teacher_tokens), "grpo": p if c.grpo.kl_coef else 0}.get(c.method, 0)
     return {
         "rollout": sampling(P, N, T, rows) if rows else (0, 0),
+        "old log-probs": (N * forward(p + T) if rows and (half or gpus > 1) else 0, 0),        # of what the replica sampled
         "training": (N * forward(p + T) * (4 if c.optim.gradient_checkpointing else 3), 0),
         "teacher": (N * forward(seen + T) if seen else 0, 0),              # it saw a prompt and a sibling's response
         "evaluation": sampling(tests, tests * c.eval.samples, test_T, test_rows),
     }, (N, p, T)
+
+
+def plan_seconds(work, card, gpus):
+    """Of a step's rollout, the rest of it, and an evaluation: what computing or reading takes, whichever is longer."""
+    _, speed, bandwidth = CARDS[card]
+    speed, bandwidth = gpus * COMPUTE * speed * 1e12, BANDWIDTH * bandwidth * 1e12
+    took = {part: max(flops / speed, read / bandwidth) for part, (flops, read) in work.items()}
+    return took["rollout"], took["old log-probs"] + took["training"] + took["teacher"], took["evaluation"]
 
 
 def plan(config, folder, card=None, gpus=1, say=print):
@@ -1678,42 +1685,39 @@ def plan(config, folder, card=None, gpus=1, say=print):
     Raises:
         ConfigError: one line.
     """
+    variants = {v.name: variant_config(config, v) for v in config.variants} or {Path(config.out_dir).name: config}
     if card not in (None, *CARDS):
         raise ConfigError(f"--card: {card!r} isn't known; it must be one of {', '.join(CARDS)}")
-    if gpus < 1:
-        raise ConfigError(f"--gpus: {gpus} isn't allowed; it must be at least 1")
-    variants = {v.name: variant_config(config, v) for v in config.variants} or {Path(config.out_dir).name: config}
+    if gpus < 1 or any(c.prompts_per_step % (c.optim.updates_per_step * gpus) for c in variants.values()):
+        raise ConfigError(f"--gpus: {gpus} isn't allowed; prompts_per_step must be a multiple of it times optim.updates_per_step")
     shapes = {c.model: model_shape(c, folder) for c in variants.values()}
-    shown = [(c, shapes[c.model]) for c in variants.values()]
-    row = lambda label, cells: say(f"{label:<34}" + "".join(f"{cell:>19}" for cell in cells))     # noqa: E731
+    shown = [(shapes[c.model], c, gpus) for c in variants.values()]
+    row = lambda label, cells: say(f"{label:<36}" + "".join(f"{cell:>18}" for cell in cells))     # noqa: E731
     for name, s in shapes.items():
         say(f"{name}: {s.N:,} parameters")
     row(f"GB on each of {gpus} GPU{'s' * (gpus > 1)}", variants)
-    memory = [plan_memory(s, c, gpus) for c, s in shown]
-    for i, words in enumerate(("", "all while in ")):
+    memory, works = [plan_memory(*x) for x in shown], {}
+    for i, words in enumerate(("", "all at once in ")):
         for part in memory[0][i]:
             row(f"  {words}{part}", [f"{m[i][part] / 1e9:.2f}" for m in memory])
-    peaks, works = [max(phases.values()) / 1e9 for _, phases in memory], {}
-    for words, share in ((f"{MEAN:.0%}", MEAN), ("longest", 1)):
-        works[words] = [plan_work(s, c, gpus, share) for c, s in shown]
-        row(f"A step, {words}: N x (p + T) tokens", [f"{N} x ({p} + {T})" for _, (N, p, T) in works[words]])
+    for words, share in (("mean", MEAN), ("longest", 1)):
+        works[words] = [plan_work(*x, share) for x in shown]
+        row(f"Step, {words}: N x (p+T) tokens", [f"{N} x ({p}+{T})" for _, (N, p, T) in works[words]])
         for part in works[words][0][0]:
-            row(f"  {part}, PFLOP", [f"{w[part][0] / 1e15:.4g}" for w, _ in works[words]])
+            row(f"  PFLOP, {part}", [f"{w[part][0] / 1e15:.4g}" for w, _ in works[words]])
     steps, stages = sum(t.steps or config.stage_steps for t in config.tasks), len(config.tasks)
     for name in [card] if card else CARDS:
-        size, speed, bandwidth = CARDS[name]
-        fits = [peak <= ROOM * size for peak in peaks]
-        row(f"{name}: at most {ROOM * size:.1f} GB", [f"{p:.1f} " + ("fits" if f else "doesn't fit") for p, f in zip(peaks, fits)])
-        for words, work in works.items() if any(fits) else ():
-            seconds = [{part: max(flops / (gpus * COMPUTE * speed * 1e12), read / (BANDWIDTH * bandwidth * 1e12))
-                        for part, (flops, read) in w.items()} for w, _ in work]
-            parts = [(x["rollout"], x["training"] + x["teacher"], stages * x["evaluation"] / 3600) for x in seconds]
-            row(f"  {words}: s a step", [f"{r:.0f} + {t:.0f}" if f else "" for (r, t, _), f in zip(parts, fits)])
-            row(f"  {words}: h for {steps} steps", [f"{steps * (r + t) / 3600:.1f} + {e:.1f}" if f else "" for (r, t, e), f in zip(parts, fits)])
-    say(f"s a step: rollout + training. h: steps + {stages} evaluations; the base's is one more. Assumed, not measured: prompts and "
-        f"responses of\n{MEAN:.0%} of the longest; {COMPUTE:.0%} of a card's dense bfloat16 FLOP/s; {BANDWIDTH:.0%} of its bandwidth in "
-        f"decoding; {1 - ROOM:.0%} of its memory for CUDA and\nfragments; {TEST_PROMPTS} test prompts where a task has no test_limit. Not "
-        "counted: loading, verifying, traffic between GPUs; float32 takes longer.")
+        room = ROOM * CARDS[name][0]
+        peaks = [max(phases.values()) / 1e9 for _, phases in memory]
+        row(f"{name}: at most {room:.1f} GB", [f"{x:.1f} " + ("fits" if x <= room else "doesn't fit") for x in peaks])
+        for words, work in works.items() if min(peaks) <= room else ():
+            took = [plan_seconds(w, name, gpus) for w, _ in work]
+            row(f"  {words}: s, rollout + training", [f"{r:.0f} + {t:.0f}" for r, t, _ in took])
+            row(f"  {words}: h, steps + tests", [f"{steps * (r + t) / 3600:.1f} + {stages * e / 3600:.1f}" for r, t, e in took])
+    say(f"{steps} steps, {stages} evaluations; the base's is one more for all variants. Assumed, not measured: mean lengths of {MEAN:.0%} "
+        f"of the\nlongest; {COMPUTE:.0%} of a card's dense bfloat16 FLOP/s; {BANDWIDTH:.0%} of its bandwidth in decoding, where a response "
+        f"that ends makes\nroom for the next; {1 - ROOM:.0%} of its memory for CUDA and fragments; {TEST_PROMPTS} test prompts where a task "
+        "has no test_limit.\nNot counted: loading, verifying, traffic between GPUs. In float32 all takes longer.")
 
 
 # ------------------------------------------------------------------------------------------------

@@ -22,7 +22,7 @@ TESTS = ROOT / "tests"
 
 
 def run(*command, cwd=ROOT, **options):
-    return subprocess.run([sys.executable, *map(str, command)], cwd=cwd, capture_output=True, text=True, timeout=300, **options)
+    return subprocess.run([sys.executable, *map(str, command)], cwd=cwd, capture_output=True, text=True, timeout=900, **options)
 
 
 # ---- marks -------------------------------------------------------------------------------------
@@ -469,7 +469,7 @@ def clone(tmp_path):
 
     def bash(script, cwd=tmp_path / "clone"):
         environment = FAST | {"PATH": path, "PYTEST_ADDOPTS": "-m T1"}
-        done = subprocess.run(["bash", "-ec", script], cwd=cwd, env=environment, capture_output=True, text=True, timeout=300)
+        done = subprocess.run(["bash", "-ec", script], cwd=cwd, env=environment, capture_output=True, text=True, timeout=900)
         assert done.returncode == 0, done.stderr
         return done.stdout
 
