@@ -41,6 +41,7 @@ import random
 import re
 import shutil
 import signal
+import string
 import sys
 import tempfile
 import time
@@ -56,6 +57,8 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 import yaml
+from safetensors import SafetensorError
+from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions, get_model_state_dict, get_optimizer_state_dict, set_model_state_dict, set_optimizer_state_dict,
 )
@@ -67,10 +70,10 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, set_se
 from transformers.utils import logging as transformers_logging
 
 from eval import (
-    AT_LEAST_1, NOT_NEGATIVE, POSITIVE, SHARE, TaskSpec, accuracy, continual_metrics, format_matrix, load_task, one_line,
-    report, verify,
+    AT_LEAST_1, NOT_NEGATIVE, POSITIVE, SHARE, TaskSpec, VerifierError, accuracy, continual_metrics, format_matrix,
+    load_task, one_line, report, verify,
 )
-from grpo import encode, group_advantages, grpo_loss, left_pad, rollout
+from grpo import encode, flash_attention, group_advantages, grpo_loss, left_pad, rollout
 from kernels import fused_token_kl, fused_token_logps, masked_mean, predicting
 from sdpo import FEEDBACK, REPROMPT, SOLUTION, Teacher, drop_tokens, sdpo_loss, teacher_prompts
 
@@ -89,6 +92,7 @@ class RunError(RuntimeError):
 
 
 BELOW_1 = (lambda x: 0 <= x < 1, "at least 0 and below 1")
+FINITE = (math.isfinite, "a finite number")
 
 
 @dataclass
@@ -97,6 +101,7 @@ class RolloutConfig:
     batch_size: Annotated[int, NOT_NEGATIVE] = 0     # responses sampled at once; 0: the whole step
     importance_cap: Annotated[float, POSITIVE] = 2.0  # where another copy of the model samples: see `resample_logps`
     chat_template: dict = field(default_factory=dict)  # arguments of the chat template, e.g. enable_thinking
+    engine: Literal["auto", "loop", "continuous", "static"] = "auto"  # see rollout_engine
 
 
 @dataclass
@@ -137,7 +142,7 @@ class SdpoConfig:
     tail: bool = True                                          # the other tokens as one bucket, or left out
     sampled_token: bool = False                                # the sampled token alone (reverse KL; alpha 1)
     is_clip: Annotated[float | None, POSITIVE] = 2.0           # cap of the importance weight; null: no weight
-    threshold: float = 0.5                                     # reward that makes a demonstration
+    threshold: Annotated[float, FINITE] = 0.5                  # reward that makes a demonstration
     exclude_self: bool = True                                  # a response is no demonstration for itself
     use_feedback: bool = False                                 # insert the verifier's feedback
     feedback_with_demonstration: bool = False                  # ... beside a demonstration too
@@ -195,51 +200,92 @@ class _Raw(str):
     """The text of an override; what it means depends on the type of the field it lands in."""
 
 
+def read_yaml(text):
+    """YAML as plain data: no Python objects, no key given twice, no bomb.
+
+    Ten lines of aliases to aliases stand for a billion values; they are counted before any is made.
+
+    Raises:
+        ValueError, yaml.YAMLError: it isn't YAML, or not such as a config needs.
+    """
+    if len(text) > 1_000_000:
+        raise ValueError("it has more than 1,000,000 characters")
+    sizes = {}
+
+    def size(node):                                                        # with every alias written out
+        if id(node) not in sizes:
+            sizes[id(node)] = math.inf                                     # seen again before it is known: it holds itself
+            parts = node.value if isinstance(node, yaml.CollectionNode) else []
+            if isinstance(node, yaml.MappingNode):
+                keys = set()
+                for key in (k for k, _ in parts if isinstance(k, yaml.ScalarNode)):
+                    if key.value in keys:
+                        raise ValueError(f"line {key.start_mark.line + 1}: the key {key.value!r} is given twice")
+                    keys.add(key.value)
+                parts = [part for pair in parts for part in pair]
+            sizes[id(node)] = 1 + sum(map(size, parts))
+        return sizes[id(node)]
+
+    try:
+        node = yaml.compose(text, yaml.SafeLoader)
+        if node is not None and size(node) > 100_000:
+            raise ValueError("its aliases stand for more than 100,000 values")
+        return yaml.safe_load(text)
+    except RecursionError:
+        raise ValueError("it is nested too deeply") from None
+
+
+def _shown(value):
+    """A value in a message: its repr, cut where it would be no line any more."""
+    text = repr(value)
+    return text if len(text) <= 200 else text[:200] + "..."
+
+
 def _build(hint, value, key):
     """`value` as the type `hint`, dataclasses built field by field. Raises ConfigError naming `key`."""
     if typing.get_origin(hint) is Annotated:
         hint, (test, words) = hint.__args__[0], hint.__metadata__[0]
         value = _build(hint, value, key)
         if value is not None and not test(value):
-            raise ConfigError(f"{key}: {value!r} isn't allowed; it must be {words}")
+            raise ConfigError(f"{key}: {_shown(value)} isn't allowed; it must be {words}")
         return value
     if isinstance(hint, types.UnionType):                                  # X | None, X | list[X] | None
         kind = next((k for k in hint.__args__ if isinstance(value, list) and typing.get_origin(k) is list), hint.__args__[0])
         return None if value in (None, "null") else _build(kind, value, key)
     if isinstance(value, _Raw):
         try:
-            value = str(value) if hint is str or typing.get_origin(hint) is Literal else yaml.safe_load(value)
-        except yaml.YAMLError:
-            raise ConfigError(f"{key}: {str(value)!r} isn't a value that YAML knows") from None
+            value = str(value) if hint is str or typing.get_origin(hint) is Literal else read_yaml(value)
+        except (yaml.YAMLError, ValueError):
+            raise ConfigError(f"{key}: {_shown(str(value))} isn't a value that YAML knows") from None
         if dataclasses.is_dataclass(hint):
             raise ConfigError(f"{key}: set its keys one by one, e.g. {key}.{dataclasses.fields(hint)[0].name}=...")
     if typing.get_origin(hint) is Literal:
         if value not in hint.__args__:
-            raise ConfigError(f"{key}: {value!r} isn't allowed; it must be one of {', '.join(hint.__args__)}")
+            raise ConfigError(f"{key}: {_shown(value)} isn't allowed; it must be one of {', '.join(hint.__args__)}")
         return value
     if dataclasses.is_dataclass(hint):
         return _build_dataclass(hint, value, key)
     if typing.get_origin(hint) is list:
         if not isinstance(value, list):
-            raise ConfigError(f"{key}: {value!r} must be a list")
+            raise ConfigError(f"{key}: {_shown(value)} must be a list")
         return [_build(hint.__args__[0], v, f"{key}.{i}") for i, v in enumerate(value)]
     if hint is float and not isinstance(value, bool):
-        with contextlib.suppress(TypeError, ValueError):                   # YAML reads 1e-5 as a text
+        with contextlib.suppress(TypeError, ValueError, OverflowError):    # YAML reads 1e-5 as a text
             value = float(value)
     if not isinstance(value, hint) or (hint is int and isinstance(value, bool)):
-        raise ConfigError(f"{key}: {value!r} must be of type {hint.__name__}")
+        raise ConfigError(f"{key}: {_shown(value)} must be of type {hint.__name__}")
     return value
 
 
 def _build_dataclass(kind, value, key):
     hints, dot = typing.get_type_hints(kind, include_extras=True), f"{key}." if key else ""
     if not isinstance(value, dict):
-        raise ConfigError(f"{key or 'the file'}: {value!r} must be a mapping of settings")
+        raise ConfigError(f"{key or 'the file'}: {_shown(value)} must be a mapping of settings")
     for name in value:
         if name not in hints:
             near = difflib.get_close_matches(str(name), hints, n=1)
             hint = f"did you mean {near[0]}?" if near else f"there are {', '.join(hints)}"
-            raise ConfigError(f"{dot}{name}: no such key; {hint}")
+            raise ConfigError(f"{dot}{str(name)[:200]}: no such key; {hint}")
     for f in dataclasses.fields(kind):
         if f.name not in value and f.default is f.default_factory is dataclasses.MISSING:
             raise ConfigError(f"{dot}{f.name}: missing, and it has no default")
@@ -250,6 +296,8 @@ def _check_whole(c):
     """What one value means for another. Raises ConfigError naming the key to change."""
     tasks, variants, sdpo = [t.name for t in c.tasks + c.ood], [v.name for v in c.variants], c.method == "sdpo"
     rules = [
+        (c.model.strip(), f"model: {c.model!r} isn't allowed; it must be a model's folder or hub id"),
+        (c.out_dir.strip(), f"out_dir: {c.out_dir!r} isn't allowed; it must be a folder's path"),
         (c.tasks, "tasks: at least one is needed"),
         (len(set(tasks)) == len(tasks), f"tasks: the names {tasks} must differ"),
         (len(set(variants)) == len(variants), f"variants: the names {variants} must differ"),
@@ -270,17 +318,53 @@ def _check_whole(c):
     for fine, message in rules:
         if not fine:
             raise ConfigError(message)
-    for name in tasks + variants:
-        if not name or name.startswith(".") or set(name) & set("/\\\0"):
-            raise ConfigError(f"name: {name!r} isn't allowed; names become folders, so no slash and no leading dot")
-    for key, fields in (("template", ("prompt", "solution", "feedback")), ("solution_template", ("demonstration",)),
-                        ("feedback_template", ("feedback",))):
+    for key, named in (("tasks", c.tasks), ("ood", c.ood), ("variants", c.variants)):
+        for i, name in enumerate(x.name for x in named):
+            if not re.fullmatch(r"\w[\w .,+=()%@-]*", name) or len(name.encode()) > 100 or Path(name).suffix in FILES:
+                raise ConfigError(f"{key}.{i}.name: {_shown(name)} isn't allowed; names become folders: 100 letters, digits, "
+                                  "spaces or .,+=()%@_- at most, the first a letter or digit, the end no file's")
+    _check_templates(c)
+
+
+FILES = (".json", ".jsonl", ".yaml", ".md", ".png", ".tmp")                # what a run writes beside its variants' folders
+
+
+def _placeholders(template):
+    """The names in a template's braces, with what else stands there: "{a} {b.c:>3}" has a and b.c:>3. Raises ValueError."""
+    parts = string.Formatter().parse(template)
+    return {name + (f"!{how}" if how else "") + (f":{form}" if form else "") for _, name, form, how in parts if name is not None}
+
+
+def _check_templates(c):
+    """Placeholders that a template may hold, those that it needs, and patterns that are none. Raises ConfigError."""
+    feedback = {"feedback"}
+    rows = [("sdpo.template", c.sdpo.template, {"prompt", "solution"} | (feedback if c.sdpo.use_feedback else set()), feedback),
+            ("sdpo.solution_template", c.sdpo.solution_template, {"demonstration"}, set()),
+            ("sdpo.feedback_template", c.sdpo.feedback_template, feedback, set())]
+    specs = [(f"{name}.{i}", task) for name in ("tasks", "ood") for i, task in enumerate(getattr(c, name))]
+    specs += [(f"{place}.test.{i}", test) for place, task in specs for i, test in enumerate(task.test)]
+    for place, task in specs:
+        rows += [(f"{place}.option_line", task.option_line, {"label", "text"}, set())]
+        rows += [(f"{place}.{key}", getattr(task, key) or "", set(), None) for key in ("prompt", "system", "reference")]
+        for key, groups in (("answer_pattern", 1), ("remove", 0)):
+            pattern = getattr(task, key)
+            try:
+                right = pattern is None or re.compile(pattern).groups >= groups
+            except (re.error, OverflowError, RecursionError):
+                right = False
+            if not right:
+                raise ConfigError(f"{place}.{key}: {_shown(pattern)} isn't allowed; it must be a regular expression"
+                                  + " with a group" * groups)
+    for key, text, needed, further in rows:                                # further None: any column
         try:
-            getattr(c.sdpo, key).format(**dict.fromkeys(fields, ""))
-        except (KeyError, IndexError, ValueError, AttributeError):
-            known = ", ".join("{%s}" % f for f in fields)
-            raise ConfigError(f"sdpo.{key}: {getattr(c.sdpo, key)!r} isn't allowed; "
-                              f"its placeholders are {known}, other braces are doubled") from None
+            right = needed <= (found := _placeholders(text)) and (further is None or found <= needed | further)
+        except ValueError:
+            right = False
+        if not right:
+            known = ", ".join("{%s}" % name for name in sorted(needed | (further or set())))
+            raise ConfigError(f"{key}: {_shown(text)} isn't allowed; "
+                              + (f"its placeholders are {known}" if known else "a column's name stands in braces")
+                              + ", other braces are doubled")
 
 
 def _set(tree, dotted, value):
@@ -331,8 +415,8 @@ def _task(entry, folder, key):
         return entry | {k: _beside(entry[k], folder) for k in ("path", "test_path", "join") if isinstance(entry.get(k), str)}
     file = Path(folder) / str(name)
     try:
-        tree = yaml.safe_load(file.read_text(encoding="utf-8"))
-    except (OSError, UnicodeDecodeError, yaml.YAMLError) as e:
+        tree = read_yaml(file.read_text(encoding="utf-8"))
+    except (OSError, ValueError, yaml.YAMLError) as e:
         raise ConfigError(f"{key}.file: can't read {file}: {one_line(e)}") from None
     if not isinstance(tree, dict) or "file" in tree:
         raise ConfigError(f"{key}.file: {file} must be a mapping of a task's settings, without another file")
@@ -359,7 +443,7 @@ def load_config(path, overrides=()):
         Config. Raises ConfigError: one line naming file, key, value and what is allowed.
     """
     try:
-        tree = yaml.safe_load(Path(path).read_text(encoding="utf-8"))
+        tree = read_yaml(Path(path).read_text(encoding="utf-8"))
         for name in ("tasks", "ood"):                                      # first, so that overrides reach into task files
             if isinstance(tree, dict) and isinstance(tree.get(name), list):
                 tree[name] = [_task(t, Path(path).parent, f"{name}.{i}") for i, t in enumerate(tree[name])]
@@ -374,10 +458,10 @@ def load_config(path, overrides=()):
         return make_config(tree, Path(path).parent)
     except RecursionError:
         raise ConfigError(f"{path}: tasks: a task file names itself among its tests") from None
-    except (OSError, UnicodeDecodeError, yaml.YAMLError) as e:
-        raise ConfigError(f"{path}: can't read it: {one_line(e)}") from None
     except ConfigError as e:
         raise ConfigError(f"{path}: {e}") from None
+    except (OSError, ValueError, yaml.YAMLError) as e:
+        raise ConfigError(f"{path}: can't read it: {one_line(e)}") from None
 
 
 def variant_config(config, variant):
@@ -439,6 +523,18 @@ def first_only(action):
     return result
 
 
+def all_or_none(action):
+    """Each process's own result of something that may fail in one of them: then all raise that error."""
+    result = error = None
+    try:
+        result = action()
+    except (FloatingPointError, VerifierError) as e:
+        error = e
+    if failed := next((e for e in every_rank(error) if e is not None), None):
+        raise failed
+    return result
+
+
 @contextlib.contextmanager
 def processes():
     """Join the group that torchrun started, if it did; leave it at the end."""
@@ -471,6 +567,12 @@ def shard(model, config):
     return model
 
 
+def settle(model):
+    """Split embedding and head again, which FSDP leaves whole after a pass without a backward one."""
+    if isinstance(model, FSDPModule):
+        model.reshard()
+
+
 def _whole(tensor):
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
@@ -494,6 +596,7 @@ class Player:
     def refresh(self, policy):
         """Take over the policy's weights."""
         if self.apart:
+            settle(policy)
             for mine, other in zip(self.model.parameters(), policy.parameters(), strict=True):
                 mine.copy_(_whole(other))
 
@@ -503,6 +606,7 @@ def frozen_copy(model, player, config, exact=False):
     if not isinstance(model, FSDPModule):
         made = copy.deepcopy(model)
         return (made if exact else made.to(player.model.dtype)).eval().requires_grad_(False)
+    settle(model)
     made = copy.deepcopy(player.model)
     made = shard((made.to(model.dtype) if exact else made).to(model.device), config)
     with torch.no_grad():
@@ -520,7 +624,7 @@ def _pretrained(kind, name, config, key="model", **options):
     """kind.from_pretrained(name), its errors in one line. Raises ConfigError naming `key`."""
     # A name that can't be a hub id must be a folder: the hub isn't asked for it.
     if (name.startswith((".", "/", "~")) or name.count("/") > 1) and not Path(name).is_dir():
-        raise ConfigError(f"{key}: there is no folder {name!r}")
+        raise ConfigError(f"{key}: there is no folder {name!r}; it must be a model's folder or a hub id")
     try:
         return kind.from_pretrained(name, trust_remote_code=config.trust_remote_code, **options)
     except Exception as e:  # a missing file, a refused repository, a bad config: no common base
@@ -584,18 +688,29 @@ def load_tasks(config, tokenizer, say=print):
     return tasks
 
 
-def check_model(config, model, device):
-    """topk must fit the vocabulary, the longest sequence the model, init_from the student. Raises ConfigError."""
-    text, sdpo = model.config.get_text_config(), config.sdpo
-    key, prompt = "max_prompt_tokens", config.max_prompt_tokens
+def check_model(config, tokenizer):
+    """topk and the tokenizer must fit the vocabulary, the longest sequence the model, init_from the student.
+
+    All of it stands in the models' own configurations: no weights are read. Raises ConfigError.
+    """
+    whole, sdpo = _pretrained(AutoConfig, config.model, config), config.sdpo
+    text, key, prompt = whole.get_text_config(), "max_prompt_tokens", config.max_prompt_tokens
+    if len(tokenizer) > text.vocab_size:
+        raise ConfigError(f"model: {config.model!r} isn't allowed; its tokenizer has {len(tokenizer)} tokens, "
+                          f"which must be at most the vocabulary of the model, {text.vocab_size}")
     if config.method == "sdpo":
         key, prompt = "sdpo.max_teacher_tokens", sdpo.max_teacher_tokens
         if sdpo.topk is not None and sdpo.topk > text.vocab_size:
             raise ConfigError(f"sdpo.topk: {sdpo.topk} isn't allowed; it must be at most the vocabulary, {text.vocab_size}")
         if sdpo.init_from:
-            other = load_model(sdpo.init_from, config, device, "sdpo.init_from")
-            if [p.shape for p in other.parameters()] != [p.shape for p in model.parameters()]:
-                raise ConfigError(f"sdpo.init_from: {sdpo.init_from!r} has other shapes than the model {config.model!r}")
+            other, shapes = _pretrained(AutoConfig, sdpo.init_from, config, "sdpo.init_from"), []
+            for made_from in (whole, other):
+                with torch.device("meta"):                                 # shapes without memory
+                    made = AutoModelForCausalLM.from_config(made_from, trust_remote_code=config.trust_remote_code)
+                shapes.append([p.shape for p in made.parameters()])
+            if shapes[0] != shapes[1]:
+                raise ConfigError(f"sdpo.init_from: {sdpo.init_from!r} isn't allowed; "
+                                  f"its matrices must have the shapes of those of the model, {config.model!r}")
     new = max(config.max_new_tokens, config.eval.max_new_tokens or 0)
     room = getattr(text, "max_position_embeddings", math.inf)
     if prompt + new > room:
@@ -677,6 +792,15 @@ class Batch:
     teacher_prompts: list | None = None     # N lists of ids or None: sdpo
 
 
+def rollout_engine(config, model):
+    """The engine of grpo.rollout; auto: the loop on a CPU, on CUDA continuous batching if flash attention is
+    installed (without it each response reads, masked, the cache of all others), else the static cache."""
+    if config.rollout.engine != "auto":
+        return config.rollout.engine
+    on_cuda = "continuous" if flash_attention(model) else "static"
+    return on_cuda if model.device.type == "cuda" else "loop"
+
+
 def collect(model, player, tokenizer, task, examples, config, seed=0, pad_id=0):
     """Sample, verify, and turn rewards into what the method learns from.
 
@@ -689,15 +813,17 @@ def collect(model, player, tokenizer, task, examples, config, seed=0, pad_id=0):
     places = range(len(examples))[mine::world]
     examples = [examples[i] for i in places]
     chats = [e.messages for e in examples]
-    out = rollout(
+    out = all_or_none(lambda: rollout(
         player.model, tokenizer, chats, G, config.max_new_tokens, config.rollout.temperature,
         batch_size=config.rollout.batch_size, template=config.rollout.chat_template, seeds=[step_seed(seed, i) for i in places],
-    )
-    verdicts = [verify(spec.verifier, text, examples[i // G], spec.paper_scoring) for i, text in enumerate(out.texts)]
+        engine=rollout_engine(config, player.model),
+    ))
+    verdicts = all_or_none(
+        lambda: [verify(spec.verifier, text, examples[i // G], spec.paper_scoring) for i, text in enumerate(out.texts)])
     rewards = torch.tensor([v.reward for v in verdicts]).view(-1, G)       # (P, G)
     advantages = group_advantages(rewards, config.grpo.scale_by_std, config.grpo.eps).flatten()
     batch = Batch([out.prompts[i // G] for i in range(len(out))], out.response_ids, out.mask, [], out.logps)
-    if player.apart:
+    if player.apart or out.logps is None:
         resample_logps(model, batch, config, pad_id)
     s = config.sdpo
     if config.method == "grpo":
@@ -730,6 +856,7 @@ def sample_numbers(batch, out, verdicts, rewards):
         "samples": len(out), "groups": len(rewards), "tokens": mask.sum().item(), "reward": rewards.sum().item(),
         "solved": (rewards > 0).any(-1).sum().item(), "mixed": (rewards.amin(-1) < rewards.amax(-1)).sum().item(),
         "well_formed": sum(v.well_formed for v in verdicts), "truncated": out.truncated.sum().item(),
+        "empty": sum(not t.strip() for t in out.texts),
         "entropy": -(batch.old_logps * mask).sum().item(), "targets": sum(batch.signal),
         "marks": sum(t.count(m) for t in out.texts for m in ("\\boxed", "<answer>", "Action:", "```")),
     }
@@ -839,6 +966,8 @@ class BadNumbers(FloatingPointError):
     """A loss or gradient that isn't finite; `updates` of this step had been made before it, and
     `place` says in words where in the run it was."""
 
+    updates, place = 0, ""
+
 
 def update(model, teacher, reference, optimizer, batch, config, pad_id):
     """Gradients of a batch over micro-batches, then the optimizer, then the teacher; several times
@@ -881,6 +1010,7 @@ def update(model, teacher, reference, optimizer, batch, config, pad_id):
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
         if teacher is not None:
+            settle(teacher.model)
             teacher.update(model)
         logs.append(log)
     keys = logs[0] if logs else {}
@@ -897,14 +1027,38 @@ def autocast(device, config):
 # ------------------------------------------------------------------------------------------------
 
 
+@contextlib.contextmanager
+def writing(place):
+    """Make what the disk refuses in the block one line: full, over a quota, suddenly read-only. Raises RunError.
+
+    All is written beside its place first, so the newest checkpoint stays whole.
+    """
+    try:
+        yield
+    except (OSError, SafetensorError, CheckpointException) as e:
+        e = next(iter(e.failures.values()))[0] if isinstance(e, CheckpointException) else e
+        while e.__context__ is not None:                                   # the first, not what followed from it
+            e = e.__context__
+        raise RunError(f"{place}: can't write: {getattr(e, 'strerror', None) or one_line(e)}; what was saved before is "
+                       "whole: mend that, and the same command continues") from None
+
+
 def write_whole(path, text):
     """Write a file beside its place, flush it to the disk, then rename: never half a file."""
     path, temporary = Path(path), Path(f"{path}.tmp")
-    with open(temporary, "w", encoding="utf-8") as f:
-        f.write(text)
-        f.flush()
-        os.fsync(f.fileno())
-    os.replace(temporary, path)
+    with writing(path):
+        with open(temporary, "w", encoding="utf-8") as f:
+            f.write(text)
+            f.flush()
+            os.fsync(f.fileno())
+        os.replace(temporary, path)
+
+
+def append_line(file, text):
+    """Add a line to an open file."""
+    with writing(file.name):
+        file.write(text + "\n")
+        file.flush()
 
 
 @contextlib.contextmanager
@@ -930,7 +1084,7 @@ def stop_signals():
 
     def note(number, frame):
         if caught:                                                         # asked twice: at once
-            raise KeyboardInterrupt
+            raise KeyboardInterrupt(number)
         caught.append(number)
 
     with contextlib.suppress(ValueError):                                  # not in the main thread: no handlers
@@ -952,6 +1106,11 @@ def _checksums(folder):
                 while block := f.read(1 << 24):
                     sums[path.name] = zlib.crc32(block, sums[path.name])
     return sums
+
+
+def _seal(state):
+    """The checksum of the state itself: one flipped bit may make step 3 of step 2, and JSON would not mind."""
+    return zlib.crc32(json.dumps(state).encode())
 
 
 def _tensors(model, optimizer, teacher, reference):
@@ -982,6 +1141,7 @@ def save_checkpoint(folder, state, keep, model, optimizer=None, teacher=None, re
     place = folder / "checkpoints" / f"{state['stage']:03d}-{state['step']:06d}"
     temporary = folder / "checkpoints" / "unfinished"
 
+    @writing(place)
     def begin():
         if place.exists():                                                 # the same state, made a second time
             return False
@@ -989,9 +1149,11 @@ def save_checkpoint(folder, state, keep, model, optimizer=None, teacher=None, re
         temporary.mkdir(parents=True)
         return True
 
+    @writing(place)
     def finish():
         extra = {"stepped": optimizer is not None, "teacher_updates": teacher.updates if teacher else 0}
-        write_whole(temporary / "state.json", json.dumps(state | extra | {"checksums": _checksums(temporary)}))
+        whole = state | extra | {"checksums": _checksums(temporary)}
+        write_whole(temporary / "state.json", json.dumps(whole | {"seal": _seal(whole)}))
         _flush(temporary)
         os.replace(temporary, place)
         _flush(place.parent)
@@ -1000,7 +1162,8 @@ def save_checkpoint(folder, state, keep, model, optimizer=None, teacher=None, re
 
     if first_only(begin):
         optimizer = optimizer if optimizer is not None and optimizer.state else None
-        dcp.save(_tensors(model, optimizer, teacher, reference), checkpoint_id=temporary, no_dist=not dist.is_initialized())
+        with writing(place):
+            dcp.save(_tensors(model, optimizer, teacher, reference), checkpoint_id=temporary, no_dist=not dist.is_initialized())
         first_only(finish)
 
 
@@ -1018,10 +1181,10 @@ def newest_state(folder, say=print):
     for place in checkpoints(folder):
         try:
             state = json.loads((place / "state.json").read_text(encoding="utf-8"))
-            if state["checksums"] == _checksums(place):
+            if state.pop("seal") == _seal(state) and state["checksums"] == _checksums(place):
                 return place, state
             raise ValueError("a file differs from what was written")
-        except (OSError, ValueError, KeyError) as e:
+        except (OSError, ValueError, KeyError, AttributeError) as e:
             say(f"checkpoint {place} is damaged ({one_line(e)}); looking for the one before it")
             os.replace(place, place.with_name(f"damaged-{place.name}-{time.time_ns()}"))
     return None
@@ -1051,7 +1214,10 @@ def claim_folder(config, folder):
     file, own = folder / "config.yaml", dataclasses.asdict(config)
     begun = any((folder / name).exists() for name in ("checkpoints", "metrics.jsonl", "base.json"))
     if begun and file.exists():
-        noted, mine = _flat(yaml.safe_load(file.read_text(encoding="utf-8"))), _flat(own)
+        try:
+            noted, mine = _flat(read_yaml(file.read_text(encoding="utf-8"))), _flat(own)
+        except (ValueError, yaml.YAMLError) as e:
+            raise ConfigError(f"out_dir: {file} can't be read ({one_line(e)}); put it back, or choose another out_dir") from None
         for key in sorted(noted.keys() | mine.keys()):
             free = key.partition(".")[0] in ("device", "save_every", "keep_checkpoints", "out_dir", "variants")
             if not free and noted.get(key) != mine.get(key):
@@ -1076,26 +1242,39 @@ def measure(player, tokenizer, tasks, config, answers, stop=lambda: None):
     options = dataclasses.asdict(config.eval) | {"max_new_tokens": config.eval.max_new_tokens or config.max_new_tokens}
     weights = f"{answers.name}, from {config.model}, {config.optim.compute_dtype}"
     for task in tasks:
-        with autocast(player.model.device, config):
-            found = accuracy(
-                player.model, tokenizer, task, seed=step_seed(config.seed, "evaluate", task.spec.name), progress=rank()[0] == 0,
-                template=config.rollout.chat_template, file=answers.with_name(f"{answers.name}-{task.spec.name}.jsonl"),
-                weights=weights, after_batch=stop, share=(*rank(), every_rank), **options,
-            )
+        file = answers.with_name(f"{answers.name}-{task.spec.name}.jsonl")
+        try:
+            with autocast(player.model.device, config), writing(file):
+                found = accuracy(
+                    player.model, tokenizer, task, seed=step_seed(config.seed, "evaluate", task.spec.name),
+                    progress=rank()[0] == 0, template=config.rollout.chat_template, file=file, weights=weights,
+                    after_batch=stop, share=(*rank(), every_rank), **options,
+                )
+        except FloatingPointError as e:
+            raise RunError(f"evaluation of task {task.spec.name}: {e}; the newest checkpoint is from before it") from None
         row.append(found["accuracy"])
         details[task.spec.name] = {k: v for k, v in found.items() if k not in ("rewards", "responses")}
     return row, details
 
 
-def base_row(player, tokenizer, tasks, config, folder):
+def _noted(file):
+    """The dict in a JSON file, {} where it is missing or damaged and must be made again."""
+    try:
+        found = json.loads(file.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return {}
+    return found if isinstance(found, dict) else {}
+
+
+def base_row(player, tokenizer, tasks, config, folder, stop):
     """The base's row, measured once for all variants that ask it the same questions."""
     file, tree = Path(folder) / "base.json", dataclasses.asdict(config)
     asked = {k: tree[k] for k in ("model", "tasks", "ood", "eval", "seed", "max_new_tokens", "max_prompt_tokens", "rollout")}
     asked = json.loads(json.dumps(asked | {"compute_dtype": config.optim.compute_dtype}, default=str))
-    noted = first_only(lambda: json.loads(file.read_text(encoding="utf-8")) if file.exists() else {})
+    noted = first_only(lambda: _noted(file))
     if noted.get("asked") == asked:
         return noted["row"]
-    row, details = measure(player, tokenizer, tasks, config, Path(folder) / "answers" / "base")
+    row, details = measure(player, tokenizer, tasks, config, Path(folder) / "answers" / "base", stop)
     first_only(lambda: write_whole(file, json.dumps({"asked": asked, "row": row, "details": details})))
     return row
 
@@ -1108,6 +1287,7 @@ def save_model(folder, name, model, player, tokenizer):
         if model.config.tie_word_embeddings:                               # one matrix under two names
             whole.pop("lm_head.weight", None)
 
+    @writing(folder / name)
     def write():
         temporary = folder / f".{name}.tmp"
         shutil.rmtree(temporary, ignore_errors=True)
@@ -1156,18 +1336,39 @@ def train_step(model, player, tokenizer, task, teacher, reference, optimizer, co
     for group in optimizer.param_groups:
         group["lr"] = lr
     pad_id = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else tokenizer.eos_token_id
-    if config.method == "sft":
-        batch, log = references(tokenizer, examples, config, model.device)
-    else:
-        player.refresh(model)
-        batch, log = collect(model, player, tokenizer, task, examples, config, step_seed(*seed), pad_id)
     try:
+        if config.method == "sft":
+            batch, log = references(tokenizer, examples, config, model.device)
+        else:
+            player.refresh(model)
+            batch, log = collect(model, player, tokenizer, task, examples, config, step_seed(*seed), pad_id)
         log |= update(model, teacher, reference, optimizer, batch, config, pad_id)
-    except BadNumbers as e:
-        e.place = f"stage {stage} ({task.spec.name}), step {step + 1}: {e}; rows {[x.id for x in examples]}"
-        raise
+    except FloatingPointError as e:                                        # of the rollout, or BadNumbers of the update
+        bad = e if isinstance(e, BadNumbers) else BadNumbers(str(e))
+        bad.place = f"stage {stage} ({task.spec.name}), step {step + 1}: {e}; rows {[x.id for x in examples]}"
+        raise bad from None
     place = {"stage": stage, "task": task.spec.name, "step": step + 1}
     return place | log | {"lr": lr, "seconds": round(time.perf_counter() - start, 3)}
+
+
+# What in a step's line deserves a look, in words. It is said once a stage; the log counts every time.
+REMARKS = {
+    "no response was right (reward)": lambda line: line.get("reward") == 0,
+    "nothing to learn from, so no update: no group has both right and wrong responses, or no sample a demonstration (updates)":
+        lambda line: line["updates"] == 0,
+    "a response without any text (empty)": lambda line: line.get("empty", 0) > 0,
+    "every response ran into max_new_tokens (truncated)": lambda line: line.get("truncated") == 1,
+}
+
+
+def remark(line, said):
+    """Warn of what is remarkable in a step's line and hasn't been said in this stage; `said` notes it."""
+    for words, remarkable in REMARKS.items():
+        if remarkable(line) and words not in said:
+            said.append(words)
+            if rank()[0] == 0:
+                tqdm.write(f"warning: stage {line['stage']} ({line['task']}), step {line['step']}: {words}; "
+                           "said once a stage, metrics.jsonl has every step", file=sys.stderr)
 
 
 def train_stage(model, player, tokenizer, task, config, state, place, folder, label, stop):
@@ -1201,8 +1402,8 @@ def train_stage(model, player, tokenizer, task, config, state, place, folder, la
                 raise RunError(f"{e.place}; {saved}") from None
             state["step"] += 1
             state["lines"] += 1
-            log.write(json.dumps(line) + "\n")
-            log.flush()
+            first_only(lambda: append_line(log, json.dumps(line)))
+            remark(line, state.setdefault("said", []))
             bar.set_postfix_str(", ".join(f"{key} {form.format(line[key])}" for key, form in shown if key in line))
             bar.update()
             if state["step"] % config.save_every == 0 or state["step"] == steps or stop(ask=True):
@@ -1222,13 +1423,12 @@ def run_variant(config, folder, shared, loaded, label, say=print):
     Raises:
         ConfigError, RunError: one line. SystemExit: after a signal, with everything saved.
     """
-    matrix_file, log_file = folder / "matrix.json", folder / "metrics.jsonl"
     K, world = len(config.tasks), rank()[1]
 
     def finished():
         claim_folder(config, folder)
-        rows = json.loads(matrix_file.read_text(encoding="utf-8"))["rows"] if matrix_file.exists() else []
-        return rows if len(rows) == K + 1 else None
+        rows = _noted(folder / "matrix.json").get("rows")
+        return rows if isinstance(rows, list) and len(rows) == K + 1 else None
 
     if rows := first_only(finished):
         say(f"{label}: finished before, in {folder}")
@@ -1243,8 +1443,8 @@ def run_variant(config, folder, shared, loaded, label, say=print):
     read = config.tasks, config.ood, config.max_prompt_tokens, config.rollout.chat_template, config.method == "sft"
     key = repr((config.model, read))
     loaded[key] = tasks = loaded.get(key) or load_tasks(config, tokenizer, say)
+    check_model(config, tokenizer)
     model = load_model(config.model, config, device)
-    check_model(config, model, device)
     player = Player(model, config)
     model = shard(model, config) if world > 1 else model
     place, state = first_only(lambda: stand(folder, say))
@@ -1252,8 +1452,6 @@ def run_variant(config, folder, shared, loaded, label, say=print):
         say(f"{label}: continues from {place.name} (stage {state['stage']}, step {state['step']})")
         load_checkpoint(place, model)
     player.refresh(model)
-    if not state["rows"]:
-        state["rows"] = [base_row(player, tokenizer, tasks, config, shared)]
     with stop_signals() as caught:
 
         def stop(ask=False):
@@ -1266,6 +1464,10 @@ def run_variant(config, folder, shared, loaded, label, say=print):
                 raise SystemExit(128 + came[0])
             return bool(came)
 
+        if not state["rows"]:
+            state["rows"] = [base_row(player, tokenizer, tasks, config, shared, stop)]
+        if state["stage"] > 1:
+            first_only(lambda: write_matrix(folder, config, state["rows"]))   # it may be gone, or damaged
         while state["stage"] <= K:
             stage, task = state["stage"], tasks[state["stage"] - 1]
             if state["step"] < (task.spec.steps or config.stage_steps):    # answers of weights that are yet to be made again
@@ -1286,13 +1488,15 @@ def run_variant(config, folder, shared, loaded, label, say=print):
 def stand(folder, say):
     """Where a run stands: (checkpoint, its state), or (None, the first state); the log is cut to it. Raises RunError."""
     log_file = folder / "metrics.jsonl"
-    begun = any(p.name != "unfinished" for p in (folder / "checkpoints").glob("*"))     # damaged ones too
+    begun = [p for p in (*folder.glob("checkpoints/*"), *folder.glob("evaluation-*.json")) if p.name != "unfinished"]
     place, state = newest_state(folder, say) or (None, {"stage": 1, "step": 0, "rows": [], "lines": 0})
-    if place is None and begun:
+    if place is None and begun:                                            # damaged ones, or the work of those that are gone
         raise RunError(f"{folder}: no checkpoint is whole; delete the folder to start again")
     lines = log_file.read_text(encoding="utf-8").splitlines(keepends=True)[: state["lines"]] if log_file.exists() else []
     if len(lines) < state["lines"]:
         raise RunError(f"{log_file}: has {len(lines)} lines where the checkpoint counts {state['lines']}; put it back, or start again")
+    if place is None and log_file.exists():
+        say(f"{folder}: starts again: it was stopped before its first checkpoint")
     write_whole(log_file, "".join(lines))                                  # lines after the checkpoint are made again
     return place, state
 
@@ -1306,8 +1510,13 @@ def forget_answers(folder, stage):
 
 def write_row(folder, stage, config, rows, details):
     """The matrix so far, and the details of its last row."""
-    names, K = [t.name for t in config.tasks], len(config.tasks)
     write_whole(folder / f"evaluation-{stage}.json", json.dumps(details, indent=1))
+    write_matrix(folder, config, rows)
+
+
+def write_matrix(folder, config, rows):
+    """The matrix so far."""
+    names, K = [t.name for t in config.tasks], len(config.tasks)
     matrix = {"tasks": names, "rows": [r[:K] for r in rows], "metrics": continual_metrics([r[:K] for r in rows])}
     if config.ood:
         matrix["ood"] = {"tasks": [t.name for t in config.ood], "rows": [r[K:] for r in rows]}
@@ -1332,7 +1541,8 @@ def run(config, say=print):
         for variant in config.variants or [None]:
             own, name = (variant_config(config, variant), variant.name) if variant else (config, out.name)
             folder = Path(own.out_dir)
-            folder.mkdir(parents=True, exist_ok=True)
+            if variant:                                                    # it could be another run's out_dir
+                first_only(lambda: held.enter_context(folder_lock(folder)) and None)
             results[name] = run_variant(own, folder, out, loaded, name, say)
             if variant:
                 comparison = {n: continual_metrics(r) for n, r in results.items()}
@@ -1343,7 +1553,7 @@ def run(config, say=print):
             say(f"\n{name}\n{format_matrix(names, rows)}")
             say("last " + ", ".join(f"{n} {x:.3f}" for n, x in zip(names, m["last"]))
                 + f" | average {m['average']:.3f} | gain {m['gain']:+.3f} | forgetting {m['forgetting']:+.3f}")
-        say(f"\nreport: {first_only(lambda: report(out))}")
+        say(f"\nreport: {first_only(writing(out)(lambda: report(out)))}")
     return results
 
 
@@ -1530,21 +1740,33 @@ def main(argv=None):
     parser.add_argument("--card", help=f"with --plan: {', '.join(CARDS)} (all of them)")
     parser.add_argument("--gpus", type=int, default=1, metavar="K", help="with --plan: how many of them (1)")
     options = parser.parse_args(argv)
+
+    def leave(number, frame):                                              # outside of training there is nothing to save
+        raise KeyboardInterrupt(number)
+
+    former = signal.signal(signal.SIGTERM, leave)
     try:
         config = load_config(options.config, options.overrides)
         if not options.plan and (options.card or options.gpus != 1):
             raise ConfigError("--card and --gpus belong to --plan; torchrun says on how many a run goes")
-        if options.plan:
-            plan(config, Path(options.config).parent, options.card, options.gpus)
-        else:
-            run(config)
-    except (ConfigError, RunError) as e:
+        try:
+            if options.plan:
+                plan(config, Path(options.config).parent, options.card, options.gpus)
+            else:
+                run(config)
+        except ConfigError as e:                                           # of a file, a model or a folder that it names
+            raise ConfigError(f"{options.config}: {e}") from None
+    except (ConfigError, RunError, VerifierError) as e:
         if os.environ.get("RANK", "0") == "0":
-            print(f"error: {e}", file=sys.stderr)
+            print("error:", " ".join(str(e).split()), file=sys.stderr)
         return 2
-    except KeyboardInterrupt:
-        print("interrupted; the same command continues from the newest checkpoint", file=sys.stderr)
-        return 130
+    except KeyboardInterrupt as e:
+        number = e.args[0] if e.args else signal.SIGINT
+        if os.environ.get("RANK", "0") == "0":
+            print(f"stopped by {signal.Signals(number).name}; the same command continues from the newest checkpoint", file=sys.stderr)
+        return 128 + number
+    finally:
+        signal.signal(signal.SIGTERM, former or signal.SIG_DFL)
     return 0
 
 

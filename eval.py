@@ -12,6 +12,11 @@ verdict. After each stage the model is measured on every task, which fills the m
     relative           100 (R[i][j] - R[0][j]) / R[0][j]
     pass@k             1 - C(n - c, k) / C(n, k), c right of n samples        (Chen et al. 2021)
 
+How far a stage moved a weight matrix W = U diag(s) V^T:
+
+    spectral shift     |s1 - s0| / |s0|, of the singular values before (0) and after (1)
+    principal angles   of the top-k left singular vectors: their cosines are the singular values of U0^T U1
+
 Where we differ from the official code, on purpose: the last balanced box of the whole response is
 read (there the last 100 characters); a tool call is compared as a pair of name and arguments (there
 all arguments are merged into one dictionary; `paper_scoring` brings that back); the code block that
@@ -63,6 +68,9 @@ NOT_NEGATIVE = (lambda x: 0 <= x < math.inf, "0 or more")
 AT_LEAST_1 = (lambda x: x >= 1, "at least 1")
 SHARE = (lambda x: 0 <= x <= 1, "between 0 and 1")
 PROPER_SHARE = (lambda x: 0 < x < 1, "above 0 and below 1")
+
+# Characters of a prompt or a response; no verifier takes more than seconds for them.
+LONGEST = 1_000_000
 
 
 @dataclass
@@ -286,6 +294,8 @@ def _example(row, spec, index):
     messages = [{"role": "system", "content": fill(spec.system, **row)}] if spec.system else []
     content = fill(spec.prompt, **row)
     messages.append({"role": "user", "content": re.sub(spec.remove, "", content) if spec.remove else content})
+    if sum(len(m["content"]) for m in messages) > LONGEST:
+        return f"over {LONGEST:,} characters"
     answer, tests = "", []
     if spec.verifier == "code":
         tests = column(row, spec.tests)
@@ -430,7 +440,7 @@ def last_boxed(text):
 
 def _latex(answer):
     """An answer as math-verify reads it whole: thousands joined, "a and b" and "a, b" made sets."""
-    answer = answer.strip().strip("$").strip()
+    answer = re.sub(r"\s+", " ", re.sub(r"(?<!\\)\$", "", answer)).strip()  # runs of spaces cost the patterns below their square
     if re.fullmatch(r"-?\d{1,3}(,\d{3})+(\.\d+)?", answer):
         return answer.replace(",", "")
     answer = re.sub(r"\s*,?\s*(?:\\text\{\s*and\s*\}|\band\b)\s*", ", ", answer)
@@ -448,6 +458,7 @@ def math_server():
     from math_verify import LatexExtractionConfig, parse, verify
 
     how = [LatexExtractionConfig()]
+    print("{}", flush=True)
     for line in sys.stdin:
         request = json.loads(line)
         try:
@@ -580,7 +591,7 @@ def verify_tool(response, example, paper_scoring=False, allowed=False):
     shown = "; ".join(f"{name} {json.dumps(arguments)}" for name, arguments in calls)
     if paper_scoring:
         merged = {}
-        for text in re.findall(r"Action Input:\s*(\{.*?\})", response, re.DOTALL):
+        for text in re.findall(r"Action Input:\s*(\{.*?\})", response.rpartition("}")[0] + "}", re.DOTALL):
             try:
                 merged |= json.loads(text)
             except ValueError:
@@ -606,9 +617,10 @@ def extract_code(response, tests):
     """The last fenced block that defines a name which the tests use, else the last block, or None.
 
     The last block may be a usage example, and the longest an abandoned draft. An unclosed fence
-    runs to the end.
+    runs to the end; one inside a line, as in a text, closes nothing.
     """
-    blocks = re.findall(r"```[ \t]*\w*[^\S\n]*\n(.*?)(?:```|\Z)", response.replace("\r\n", "\n"), re.DOTALL)
+    fenced = r"```[^\S\n]*(?:\w+[^\S\n]*)?\n(.*?)(?:^[ \t]*```|```[ \t]*$|\Z)"
+    blocks = re.findall(fenced, response.replace("\r\n", "\n"), re.DOTALL | re.MULTILINE)
     used = set(re.findall(r"\w+", " ".join(t if isinstance(t, str) else t.get("fn_name", "") for t in tests)))
     for block in reversed(blocks):
         if used & set(re.findall(r"^(?:async[ \t]+)?(?:def|class)[ \t]+(\w+)", block, re.MULTILINE)):
@@ -652,6 +664,10 @@ def verify(kind, response, example, paper_scoring=False):
     """
     if kind not in VERIFIERS:
         raise ValueError(f"verifier {kind!r} must be one of {', '.join(VERIFIERS)}")
+    if len(response) > LONGEST:
+        return Verdict(0.0, f"Your answer was longer than {LONGEST:,} characters.", "", False)
+    if not (example.tests if kind == "code" else example.answer.strip()):     # else an empty answer would equal it
+        return Verdict(0.0, "", "", False)
     visible = response.rpartition("</think>")[2].partition("<think>")[0]
     options = {"paper_scoring": True} if kind == "tool" and paper_scoring else {}
     try:
@@ -764,8 +780,13 @@ def accuracy(
         for i in range(len(records), len(examples), at_once * processes):
             own = examples[i + mine * at_once :][:at_once]
             seeds = range(seed + i + mine * at_once, seed + i + mine * at_once + len(own))
-            part = _answer(model, tokenizer, spec, own, samples, sampling | {"seeds": seeds}) if own else []
+            try:
+                part = _answer(model, tokenizer, spec, own, samples, sampling | {"seeds": seeds}) if own else []
+            except (FloatingPointError, VerifierError) as e:                  # all must hear of it, or they wait for ever
+                part = [e]
             part = [record for share in gather(part) for record in share]
+            if failed := next((e for e in part if isinstance(e, Exception)), None):
+                raise failed
             if file and mine == 0:
                 with open(file, "a", encoding="utf-8") as f:
                     f.writelines(json.dumps(record) + "\n" for record in part)
@@ -800,12 +821,16 @@ def continual_metrics(R):
     if not base or any(len(row) != len(base) for row in R) or K > len(base):
         raise ValueError("continual_metrics: needs a base row and one equally long row for each stage")
     mean = lambda values: sum(values) / len(values) if values else 0.0        # noqa: E731
+    ### BEGIN SOLUTION T14
+    forgetting = mean([max(R[i][j] for i in range(1, K)) - R[K][j] for j in range(K - 1)])
+    backward_transfer = mean([R[K][j] - R[j + 1][j] for j in range(K - 1)])
+    ### END SOLUTION
     return {
         "last": list(R[K]),
         "average": mean(R[K]),
         "gain": mean([R[j + 1][j] - base[j] for j in range(K)]),
-        "forgetting": mean([max(R[i][j] for i in range(1, K)) - R[K][j] for j in range(K - 1)]),
-        "backward_transfer": mean([R[K][j] - R[j + 1][j] for j in range(K - 1)]),
+        "forgetting": forgetting,
+        "backward_transfer": backward_transfer,
         "relative": [[100 * (r - b) / b if b else None for r, b in zip(row, base)] for row in R],
     }
 
@@ -818,11 +843,14 @@ def continual_metrics(R):
 def principal_angles(U, V):
     """Angles in degrees, ascending, between the column spaces of orthonormal U, V (n, k): (k,).
 
-    Small angles come from their sines: in float32 an arccosine knows nothing below 0.02 degrees.
+    Their cosines are the singular values of U^T V, their sines those of the part of V outside U.
+    Both are needed: in float32 an arccosine alone knows nothing below 0.02 degrees.
     """
+    ### BEGIN SOLUTION T15
     cosines = torch.linalg.svdvals(U.T @ V).clamp(max=1.0)
     sines = torch.linalg.svdvals(V - U @ (U.T @ V)).clamp(max=1.0).flip(0)
     return torch.rad2deg(torch.atan2(sines, cosines))
+    ### END SOLUTION
 
 
 @torch.no_grad()
@@ -844,10 +872,13 @@ def matrix_drift(before, after, k=64, share=0.1, threshold=1e-3):
     for U, s, V in ((U0, s0, V0), (U1, s1, V1)):
         top = ((U[:, :k] * s[:k]) @ V[:k]).abs().flatten().topk(count).indices
         masks.append(torch.zeros(W0.numel(), dtype=torch.bool).index_fill_(0, top.cpu(), True).view_as(W0.cpu()))
+    ### BEGIN SOLUTION T15
+    shift = (s1 - s0).norm() / s0.norm()
     angles = principal_angles(U0[:, :k], U1[:, :k])
+    ### END SOLUTION
     changed = ((W1 - W0).abs() > threshold * torch.maximum(W0.abs(), W1.abs())).cpu()
     return {
-        "spectral_shift": ((s1 - s0).norm() / s0.norm()).item(),
+        "spectral_shift": shift.item(),
         "angle_mean": angles.mean().item(),
         "angle_max": angles.max().item(),
         "mask_overlap": (masks[0] & masks[1]).sum().item() / count,
@@ -1073,22 +1104,29 @@ def report(folder):
 # What S and T may do: see confine() and system_calls(). Limits: see run_program().
 
 
+class VerifierError(RuntimeError):
+    """A verifier that can't work here, so that no answer can be judged; the message is one line."""
+
+
 class Child:
     """A warm child process that answers one JSON request at a time; killed and restarted when it is late or dies.
 
     `server` is a module-level function that needs nothing but the standard library (imports inside) and the functions
-    in `helpers`; it answers each line of JSON on stdin with one on stdout. Their source runs in a fresh interpreter:
-    a fork of the trainer would carry its memory, its threads and its CUDA state along.
+    in `helpers`; it says {} once it is ready, then answers each line of JSON on stdin with one on stdout. Their source
+    runs in a fresh interpreter: a fork of the trainer would carry its memory, its threads and its CUDA state along.
     """
 
     def __init__(self, server, *helpers):
         sources = [inspect.getsource(function) for function in (*helpers, server)]
-        self.code = "\n\n".join([*sources, f"{server.__name__}()"])
+        self.code, self.name = "\n\n".join([*sources, f"{server.__name__}()"]), server.__name__
         self.process, self.owner, self.lock = None, None, threading.Lock()
         atexit.register(self.stop)
 
     def ask(self, request: dict, timeout: float) -> dict | None:
-        """The answer, or None if the child was late, died, or said something else than one line of JSON."""
+        """The answer, or None if the child was late, died, or said something else than one line of JSON.
+
+        Raises VerifierError where it doesn't even start: that is no wrong answer.
+        """
         with self.lock:
             if self.owner != os.getpid():  # first use, or this is a fork of the process that started the child
                 self.process, self.owner = None, os.getpid()
@@ -1098,6 +1136,11 @@ class Child:
                     [sys.executable, "-I", "-c", self.code], stdin=subprocess.PIPE, stdout=subprocess.PIPE,
                     stderr=subprocess.DEVNULL, bufsize=0, env={}, cwd="/", start_new_session=True)
                 os.set_blocking(self.process.stdin.fileno(), False)
+                try:
+                    self._exchange(b"", time.monotonic() + 60)
+                except (OSError, ValueError):
+                    self.stop()
+                    raise VerifierError(f"{self.name}: its process doesn't start") from None
             try:
                 reply = json.loads(self._exchange(json.dumps(request).encode() + b"\n", time.monotonic() + timeout))
             except (OSError, ValueError, RecursionError):
@@ -1505,6 +1548,7 @@ def code_server():
         os.dup2(2, 0), os.dup2(2, 1)  # the trainer's pipes aren't for F
         forker(theirs, calls)
     theirs.close()
+    print("{}", flush=True)
     for line in sys.stdin:
         print(json.dumps(judge(json.loads(line), control, calls)), flush=True)
     control.close()
@@ -1533,6 +1577,10 @@ def run_program(program: str, tests: list, timeout: float = 1.0, memory_mb: int 
     """
     request = {"program": program, "tests": tests, "timeout": timeout, "memory_mb": memory_mb}
     reply = CODE.ask(request, 10 * timeout + 5)
+    if reply is None:  # is it this program, or does none run any more? A zero for all would teach nonsense
+        honest = CODE.ask(request | {"program": "x = 1", "tests": ["assert x == 1"], "timeout": 10.0}, 60)
+        if not honest or honest["passed"] != 1:
+            raise VerifierError("code: no program can be run any more; is the disk of temporary files full?")
     return (reply["passed"], reply["feedback"]) if reply else (0, "the sandbox failed")
 
 

@@ -1,6 +1,6 @@
 """Token kernels: what a language model says about each token, and how far two models disagree.
 
-Everything downstream is built from five numbers per token. Let z be the logits at one position,
+Everything downstream is built from three numbers per token. Let z be the logits at one position,
 p = softmax(z) the distribution over the next token, and y the token that was sampled:
 
     log-prob     log p(y)  = z_y - logsumexp(z)
@@ -22,6 +22,8 @@ logits are; `fused_token_logps`, whose loss isn't known there, makes the logits 
 
 Where we differ from the official code: the mass outside the top k is a logsumexp over the
 complement; there it is log(1 - sum of the kept), which loses up to 4 nats in small tails.
+
+In all five files a line of three hashes only marks what an assignment takes out (see README.md).
 
     python kernels.py        compares the plain and the fused divergence: time, memory, error
 """
@@ -56,10 +58,12 @@ def masked_mean(x, mask, dim=None):
     >>> masked_mean(torch.tensor([1., 2., 9.]), torch.tensor([1, 1, 0])).item()
     1.5
     """
+    ### BEGIN SOLUTION T1
     mask = mask.bool()
     x = torch.where(mask, x, torch.zeros_like(x))
     total, count = (x.sum(), mask.sum()) if dim is None else (x.sum(dim), mask.sum(dim))
     return total / count.clamp(min=1)
+    ### END SOLUTION
 
 
 def predicting(x, length):
@@ -100,9 +104,11 @@ def token_logps(logits, tokens, temperature=1.0):
     """
     if temperature <= 0:
         raise ValueError(f"token_logps: temperature {temperature} must be above 0")
+    ### BEGIN SOLUTION T2
     logits = _upcast(logits) / temperature                                # (..., V)
     chosen = logits.gather(-1, tokens.unsqueeze(-1)).squeeze(-1)          # (...)
     return chosen - logits.logsumexp(-1)
+    ### END SOLUTION
 
 
 def token_entropy(logits):
@@ -111,8 +117,10 @@ def token_entropy(logits):
     >>> round(token_entropy(torch.zeros(4)).item(), 4)  # log 4
     1.3863
     """
+    ### BEGIN SOLUTION T3
     logits = _upcast(logits)
     return logits.logsumexp(-1) - (logits.softmax(-1) * logits).sum(-1)
+    ### END SOLUTION
 
 
 # ------------------------------------------------------------------------------------------------
@@ -121,13 +129,17 @@ def token_entropy(logits):
 
 
 def _divergence(s, t, alpha):
-    """D_alpha between log-distributions s and t: (..., K) -> (...). The equation of the header."""
+    """D_alpha between log-distributions s and t, (..., K) -> (...): the header's equation, its two ends first."""
+    ### BEGIN SOLUTION T4
     if alpha == 0:
         return (t.exp() * (t - s)).sum(-1)                                # KL(t || s)
     if alpha == 1:
         return (s.exp() * (s - t)).sum(-1)                                # KL(s || t)
+    ### END SOLUTION
+    ### BEGIN SOLUTION T5
     m = torch.logaddexp(s + math.log(1 - alpha), t + math.log(alpha))     # log of the mixture
     return (1 - alpha) * (s.exp() * (s - m)).sum(-1) + alpha * (t.exp() * (t - m)).sum(-1)
+    ### END SOLUTION
 
 
 def _buckets(s, t, index, tail):
@@ -138,6 +150,7 @@ def _buckets(s, t, index, tail):
     Returns:
         two log-distributions (..., k + 1) with a tail bucket, or (..., k) renormalised without.
     """
+    ### BEGIN SOLUTION T6
     s_top, t_top = s.gather(-1, index), t.gather(-1, index)
     if not tail:
         return s_top.log_softmax(-1), t_top.log_softmax(-1)
@@ -145,6 +158,7 @@ def _buckets(s, t, index, tail):
     s_rest = s.scatter(-1, index, -math.inf).logsumexp(-1, keepdim=True)  # (..., 1)
     t_rest = t.scatter(-1, index, -math.inf).logsumexp(-1, keepdim=True)
     return torch.cat([s_top, s_rest], -1), torch.cat([t_top, t_rest], -1)
+    ### END SOLUTION
 
 
 def _check_divergence(name, alpha, topk, vocabulary):

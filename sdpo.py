@@ -29,7 +29,9 @@ any target gives a loss of 0 that still reaches the parameters.
 
 import copy
 import json
+import os
 import re
+import sys
 
 import torch
 
@@ -60,6 +62,7 @@ def select_demonstrations(rewards, groups, threshold=0.5, exclude_self=True):
     [None, 0, None]
     """
     groups = groups.tolist() if torch.is_tensor(groups) else list(groups)  # tensors hash by identity
+    ### BEGIN SOLUTION T10
     rewards = list(map(float, rewards))
     successes = {}
     for i, (reward, group) in enumerate(zip(rewards, groups, strict=True)):
@@ -69,6 +72,7 @@ def select_demonstrations(rewards, groups, threshold=0.5, exclude_self=True):
         next((j for j in successes.get(group, ()) if not (exclude_self and j == i)), None)
         for i, group in enumerate(groups)
     ]
+    ### END SOLUTION
 
 
 def strip_thinking(text):
@@ -78,7 +82,8 @@ def strip_thinking(text):
     >>> strip_thinking("plan</think> B"), strip_thinking("<think>x</think>B"), strip_thinking("<think>x")
     ('B', 'B', '')
     """
-    text = re.sub(r"<think>.*?</think>", "", text, flags=re.DOTALL)
+    head, end, tail = text.rpartition("</think>")                          # in the head every block closes: one pass
+    text = re.sub(r"<think>.*?</think>", "", head + end, flags=re.DOTALL) + tail
     return text.rpartition("</think>")[2].partition("<think>")[0].strip()
 
 
@@ -106,6 +111,7 @@ def teacher_messages(
     last = max((i for i, m in enumerate(messages) if m["role"] == "user"), default=None)
     if last is None:
         raise ValueError("teacher_messages: the chat has no user message")
+    ### BEGIN SOLUTION T11
     solution = solution_template.format(demonstration=demonstration) if (demonstration or "").strip() else ""
     remark = feedback_template.format(feedback=feedback) if (feedback or "").strip() else ""
     messages = [dict(m) for m in messages]
@@ -113,6 +119,7 @@ def teacher_messages(
         prompt = messages[last]["content"]
         messages[last]["content"] = template.format(prompt=prompt, solution=solution, feedback=remark)
     return messages
+    ### END SOLUTION
 
 
 def teacher_prompt(encode, messages, demonstration, feedback, max_tokens, **templates):
@@ -217,16 +224,21 @@ class Teacher:
 
     @torch.no_grad()
     def _move(self, source, share):
+        """Each parameter becomes (1 - share) of its own value + share of the source's, in place."""
+        ### BEGIN SOLUTION T12
         for mine, other in zip(self.model.parameters(), source.parameters(), strict=True):
             mine.lerp_(other.to(mine), share)                              # exact at 0 and at 1
+        ### END SOLUTION
 
     def update(self, student):
-        """Follow the student; call it after every optimizer step."""
+        """Follow the student as the kind says (see the header); call it after every optimizer step."""
+        ### BEGIN SOLUTION T12
         self.updates += 1
         if self.kind == "ema":
             self._move(student, self.rate)
         elif self.kind == "restart" and self.updates % self.every == 0:
             self._move(student, 1.0)
+        ### END SOLUTION
 
 
 # ------------------------------------------------------------------------------------------------
@@ -265,20 +277,26 @@ def sdpo_loss(divergence, logps, old_logps, mask, is_clip=2.0, total=None):
     0.3
     """
     mask = mask.bool()
+    ### BEGIN SOLUTION T13
     weights = mask.float() / max(1.0, float(mask.sum() if total is None else total))
     importance = (logps - old_logps).detach().masked_fill(~mask, 0.0).exp()
     importance = torch.ones_like(importance) if is_clip is None else importance.clamp(max=is_clip)
     divergence = divergence.masked_fill(~mask, 0.0)
+    loss = (weights * importance * divergence).sum()
+    ### END SOLUTION
     metrics = {
         "divergence": (weights * divergence.detach()).sum().item(),
         "importance": (weights * importance).sum().item(),
     }
-    return (weights * importance * divergence).sum(), metrics
+    return loss, metrics
 
 
 # ------------------------------------------------------------------------------------------------
 # python sdpo.py: one response, judged twice
 # ------------------------------------------------------------------------------------------------
+
+
+RED, GREEN, ROW = 31, 32, 0.05                                             # ANSI colours; nats in a row of the drawing
 
 
 def main():
@@ -292,6 +310,7 @@ def main():
     base = Path(__file__).parent / "configs" / "tiny" / "base"
     model, tokenizer = AutoModelForCausalLM.from_pretrained(base), AutoTokenizer.from_pretrained(base)
     rows = map(json.loads, (base.parent / "math-train.jsonl").read_text().splitlines())
+
     # A question whose answer stands nowhere but behind "=" and in the box, to put a wrong one there.
     def fits(answer, prompt, reference):
         return len(answer) == 2 and answer not in prompt and reference.count(answer) == 2
@@ -300,8 +319,11 @@ def main():
     chat, right = [{"role": "user", "content": example["prompt"]}], example["reference"]
     wrong = right.replace(example["answer"], str(int(example["answer"]) + 10))
     seen = teacher_messages(chat, right)
-    print(f"The student is asked\n\n{_indent(chat[-1]['content'])}\n\nand answered, wrongly,\n\n{_indent(wrong)}\n")
-    print(f"A sibling was right, so the teacher, the same model, is asked\n\n{_indent(seen[-1]['content'])}\n")
+    asked, taught = chat[-1]["content"].splitlines(), seen[-1]["content"].splitlines()
+    lines = [f"    {line}" if i < len(asked) else _colour(GREEN, f"  + {line}".rstrip()) for i, line in enumerate(taught)]
+    print("The student is asked\n", *(f"    {line}" for line in asked), sep="\n")
+    print("\nand answered, wrongly,\n", f"    {wrong}", sep="\n")
+    print("\nA sibling was right, so the teacher, the same model, is asked (+ marks what was inserted)\n", *lines, sep="\n")
     response = tokenizer.encode(wrong, add_special_tokens=False) + [tokenizer.eos_token_id]
     logits = []
     for messages in (chat, seen):
@@ -310,19 +332,32 @@ def main():
             out = model(input_ids=torch.tensor([prompt + response])).logits    # (1, L, V)
         logits.append(predicting(out, len(response))[0])                       # (T, V)
     divergence = token_kl(*logits, alpha=0.5)                                  # (T,)
-    print("At each token of that answer: how likely student and teacher found it, and their divergence.\n")
-    print(f"{'token':<14}{'student':>9}{'teacher':>9}{'D (nats)':>10}")
-    for token, s, t, d in zip(response, *(z.softmax(-1) for z in logits), divergence.tolist()):
-        word, bar = repr(tokenizer.decode([token])), "#" * round(40 * d)
-        print(f"{word:<14}{s[token].item():>9.3f}{t[token].item():>9.3f}{d:>10.4f}  {bar}")
+    print(f"\nBoth read that answer, token by token. Under each token hangs their divergence, a row for {ROW} nats.\n")
+    words = [tokenizer.decode([token]).strip() or "_" for token in response]
+    _draw(words, divergence.tolist())
+    print(f"\nThe five largest:\n\n{'token':<12}{'student':>9}{'teacher':>9}{'D (nats)':>10}")
+    s, t = (z.softmax(-1) for z in logits)                                     # (T, V)
+    for i in sorted(divergence.topk(5).indices.tolist()):
+        token = response[i]
+        print(f"{words[i]:<12}{s[i, token].item():>9.3f}{t[i, token].item():>9.3f}{divergence[i].item():>10.4f}")
     share = divergence.topk(3).values.sum() / divergence.sum()
-    print(f"\nloss: their mean, {divergence.mean().item():.4f}; the three largest are {100 * share.item():.0f}% of it.")
+    print(f"\nloss: the mean of all, {divergence.mean().item():.4f}; the three largest are {100 * share.item():.0f}% of it.")
     print("Where the two agree there is nothing to learn. GRPO would give every token of this answer the same")
     print("negative advantage.")
 
 
-def _indent(text):
-    return "\n".join("    " + line for line in text.splitlines())
+def _colour(code, text):
+    """Coloured where a terminal reads and NO_COLOR isn't set (no-color.org); else the text as it is."""
+    return f"\033[{code}m{text}\033[0m" if sys.stdout.isatty() and not os.environ.get("NO_COLOR") else text
+
+
+def _draw(words, values):
+    """The words in a line, and under each a column of # as long as its value."""
+    rows = [round(value / ROW) for value in values]
+    print("    " + " ".join(_colour(RED, word) if n else word for word, n in zip(words, rows)))
+    for row in range(max(rows)):
+        line = " ".join(("#" if n > row else " ") * len(word) for word, n in zip(words, rows))
+        print("    " + _colour(RED, line.rstrip()))
 
 
 if __name__ == "__main__":

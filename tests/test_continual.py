@@ -2,18 +2,22 @@
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 import yaml
 
 import continual
-from continual import ConfigError, RunError, load_config, main, make_config, micro_batches, prompt_indices, run
+from continual import (
+    ConfigError, RunError, load_config, main, make_config, micro_batches, prompt_indices, rollout_engine, run,
+)
 
 ROOT = Path(__file__).resolve().parent.parent
 TINY = ROOT / "configs" / "tiny.yaml"
@@ -57,65 +61,161 @@ def assert_equal_runs(a, b):
 # ---- configuration -----------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("override, message", [
+# One wrong setting each: what is typed behind the file's name, and what the one line says of key, value and what is allowed.
+WRONG = [
     ("lrr=1", "lrr: no such key; did you mean lr?"),
+    ("qqqqqq=1", "qqqqqq: no such key; there are model, out_dir, tasks"),
     ("sdpo.alpa=1", "sdpo.alpa: no such key; did you mean alpha?"),
     ("tasks.0.pth=x", "tasks.0.pth: no such key; did you mean path?"),
     ("lr=fast", "lr: 'fast' must be of type float"),
     ("lr=0", "lr: 0.0 isn't allowed; it must be above 0"),
-    ("lr=nan", "lr: nan isn't allowed"),
+    ("lr=nan", "lr: nan isn't allowed; it must be above 0"),
+    ("lr=.inf", "lr: inf isn't allowed; it must be above 0"),
+    ("lr=[", "lr: '[' isn't a value that YAML knows"),
+    ("lr=2026-99-99", "lr: '2026-99-99' isn't a value that YAML knows"),
+    ("lr=1" + 400 * "0", "lr: 1" + 199 * "0" + "... must be of type float"),
     ("seed=1.5", "seed: 1.5 must be of type int"),
     ("seed=true", "seed: True must be of type int"),
+    ("seed=-1", "seed: -1 isn't allowed; it must be 0 or more"),
+    ("seed=" + 5000 * "9", "seed: '" + 199 * "9" + "... isn't a value that YAML knows"),
     ("stage_steps=0", "stage_steps: 0 isn't allowed; it must be at least 1"),
+    ("stage_steps=null", "stage_steps: None must be of type int"),
+    ("save_every=0", "save_every: 0 isn't allowed; it must be at least 1"),
     ("method=ppo", "method: 'ppo' isn't allowed; it must be one of grpo, sdpo, sft"),
+    ("method=", "method: '' isn't allowed; it must be one of grpo, sdpo, sft"),
+    ("device=tpu", "device: 'tpu' isn't allowed; it must be one of auto, cpu, cuda"),
+    ("out_dir=", "out_dir: '' isn't allowed; it must be a folder's path"),
+    ("model=", "model: '' isn't allowed; it must be a model's folder or hub id"),
+    ("trust_remote_code=maybe", "trust_remote_code: 'maybe' must be of type bool"),
+    ("rollout.temperature=0", "rollout.temperature: 0.0 isn't allowed; it must be above 0"),
+    ("rollout.chat_template=[1]", "rollout.chat_template: [1] must be of type dict"),
     ("sdpo.alpha=1.5", "sdpo.alpha: 1.5 isn't allowed; it must be between 0 and 1"),
     ("sdpo.teacher=wise", "sdpo.teacher: 'wise' isn't allowed; it must be one of frozen, ema"),
-    ("sdpo.topk=0", "sdpo.topk: 0 isn't allowed"),
-    ("sdpo.sampled_token=true", "sdpo.alpha: 0.5 isn't allowed with sampled_token; it must be 1"),
-    ("sdpo.template={prompt} {oops}", "sdpo.template: "),
-    ("grpo.aggregation=mean", "grpo.aggregation: 'mean' isn't allowed; it must be one of token_mean, sequence_mean"),
-    ("grpo.dual_clip=1", "grpo.dual_clip: 1.0 isn't allowed; it must be above 1, or null"),
-    ("optim.compute_dtype=float16", "optim.compute_dtype: 'float16' isn't allowed"),
-    ("optim.updates_per_step=3", "optim.updates_per_step: 3 isn't allowed; it must divide prompts_per_step, 16"),
-    ("tasks.0.verifier=maths", "tasks.0.verifier: 'maths' isn't allowed; it must be one of math, mcq"),
-    ("tasks.1.name=math", "tasks: the names ['math', 'math'"),
-    ("tasks.0.name=../up", "name: '../up' isn't allowed"),
-    ("tasks=[]", "tasks: at least one is needed"),
-    ("tasks.9.path=x", "override 'tasks.9.path=x': the file has no such place"),
-    ("lr", "override 'lr': must be key=value"),
+    ("sdpo.topk=0", "sdpo.topk: 0 isn't allowed; it must be at least 1"),
     ("sdpo.topk=many", "sdpo.topk: 'many' must be of type int"),
+    ("sdpo.threshold=nan", "sdpo.threshold: nan isn't allowed; it must be a finite number"),
+    ("sdpo.sampled_token=true", "sdpo.alpha: 0.5 isn't allowed with sampled_token; it must be 1"),
+    ("sdpo.template={prompt} {oops}", "sdpo.template: '{prompt} {oops}' isn't allowed; its placeholders are {feedback}, {prompt}, {solution}"),
+    ("sdpo.template={prompt} only", "sdpo.template: '{prompt} only' isn't allowed; its placeholders are"),
+    ("sdpo.template={prompt.__class__}{solution}", "sdpo.template: '{prompt.__class__}{solution}' isn't allowed; its placeholders are"),
+    ("sdpo.solution_template={demonstration:>99999999999}", "sdpo.solution_template: '{demonstration:>99999999999}' isn't allowed"),
     ("sdpo={alpha: 1}", "sdpo: set its keys one by one, e.g. sdpo.teacher=..."),
+    ("grpo.aggregation=mean", "grpo.aggregation: 'mean' isn't allowed; it must be one of token_mean, sequence_mean"),
+    ("rollout.engine=vllm", "rollout.engine: 'vllm' isn't allowed; it must be one of auto, loop, continuous, static"),
+    ("grpo.dual_clip=1", "grpo.dual_clip: 1.0 isn't allowed; it must be above 1, or null"),
+    ("optim.compute_dtype=float16", "optim.compute_dtype: 'float16' isn't allowed; it must be one of float32, bfloat16"),
+    ("optim.schedule=linear", "optim.schedule: 'linear' isn't allowed; it must be one of constant, cosine"),
+    ("optim.beta2=1", "optim.beta2: 1.0 isn't allowed; it must be at least 0 and below 1"),
+    ("optim.updates_per_step=3", "optim.updates_per_step: 3 isn't allowed; it must divide prompts_per_step, 16"),
+    ("eval.top_p=0", "eval.top_p: 0.0 isn't allowed; it must be above 0 and at most 1"),
+    ("tasks=[]", "tasks: at least one is needed"),
     ("tasks=1", "tasks: 1 must be a list"),
     ("tasks=[1]", "tasks.0: 1 must be a mapping"),
-    ("lr=[", "lr: '[' isn't a value that YAML knows"),
-    ("optim.schedule=linear", "optim.schedule: 'linear' isn't allowed; it must be one of constant, cosine"),
+    ("tasks.0.verifier=maths", "tasks.0.verifier: 'maths' isn't allowed; it must be one of math, mcq"),
+    ("tasks.0.test_share=1", "tasks.0.test_share: 1.0 isn't allowed; it must be above 0 and below 1"),
+    ("tasks.0.prompt={question", "tasks.0.prompt: '{question' isn't allowed; a column's name stands in braces, other braces are doubled"),
+    ("tasks.0.option_line={letter}", "tasks.0.option_line: '{letter}' isn't allowed; its placeholders are {label}, {text}"),
+    ("tasks.0.answer_pattern=(", "tasks.0.answer_pattern: '(' isn't allowed; it must be a regular expression with a group"),
+    ("tasks.0.answer_pattern=\\d+", "tasks.0.answer_pattern: '\\\\d+' isn't allowed; it must be a regular expression with a group"),
+    ("tasks.1.name=math", "tasks: the names ['math', 'math', 'tool', 'code'] must differ"),
+    ("tasks.0.name=../up", "tasks.0.name: '../up' isn't allowed; names become folders"),
+    ("tasks.0.name=/etc", "tasks.0.name: '/etc' isn't allowed; names become folders"),
+    ("tasks.0.name='..'", "tasks.0.name: \"'..'\" isn't allowed; names become folders"),
+    ("tasks.0.name=" + 101 * "n", "tasks.0.name: '" + 101 * "n" + "' isn't allowed; names become folders: 100 letters"),
+    ("tasks.9.path=x", "override 'tasks.9.path=x': the file has no such place"),
+    ("lr", "override 'lr': must be key=value"),
     ("sdpo.max_teacher_tokens=8", "sdpo.max_teacher_tokens: 8 isn't allowed; it must be at least max_prompt_tokens, 128"),
     ("variants=[{name: a}, {name: a}]", "variants: the names ['a', 'a'] must differ"),
     ("variants=[{name: a, set: {sdpo: {alpha: 1}}}]", "variant a: sdpo: set its keys one by one, e.g. sdpo.alpha"),
     ("variants=[{name: a, set: {out_dir: x}}]", "variant a: out_dir: a variant can't set it"),
     ("variants=[{name: a, set: {tasks.0.name: x}}]", "variant a: tasks: a variant can't change their names"),
     ("variants=[{name: a, set: {lrr: 1}}]", "variant a: lrr: no such key; did you mean lr?"),
-    ("variants=[{name: a/b}]", "name: 'a/b' isn't allowed"),
-])
-def test_bad_configs_stop_with_one_line(override, message, capsys):
-    assert main(["--config", str(TINY), override]) == 2
-    error = capsys.readouterr().err
-    assert error.startswith("error: ") and message in error and "tiny.yaml" in error
-    assert len(error.strip().splitlines()) == 1
+    ("variants=[{set: {lr: 1}}]", "variants.0.name: missing, and it has no default"),
+    ("variants=[{name: a/b}]", "variants.0.name: 'a/b' isn't allowed; names become folders"),
+    ("variants=[{name: base.json}]", "variants.0.name: 'base.json' isn't allowed; names become folders"),
+    # What can't be told before files are opened; still no weights are read.
+    ("model=no-such-folder/at/all", "model: there is no folder 'no-such-folder/at/all'; it must be a model's folder or a hub id"),
+    ("sdpo.topk=100000", "sdpo.topk: 100000 isn't allowed; it must be at most the vocabulary"),
+    ("sdpo.max_teacher_tokens=100000", "sdpo.max_teacher_tokens: 100000 isn't allowed; with max_new_tokens 48 it must be at most 464"),
+    ("eval.max_new_tokens=500", "sdpo.max_teacher_tokens: 256 isn't allowed; with max_new_tokens 500 it must be at most 12"),
+    ("sdpo.init_from=no/such/folder", "sdpo.init_from: there is no folder 'no/such/folder'"),
+    ("max_prompt_tokens=2", "task math: no training prompt is left: all are over max_prompt_tokens"),
+    ("rollout.chat_template={tokenize: true}", "task math: the chat template refuses a training prompt"),
+    ("tasks.0.path=none.jsonl", "task math: can't read none.jsonl"),
+    ("tasks.0.answer=gold", "task math, row 0 of "),
+]
+
+
+@pytest.mark.parametrize("override, message", WRONG, ids=[override[:60] for override, _ in WRONG])
+def test_a_wrong_config_stops_before_any_model_loads_with_one_line(tmp_path, monkeypatch, override, message, capsys):
+    from transformers import PreTrainedModel
+
+    loaded = []
+    monkeypatch.setattr(PreTrainedModel, "from_pretrained", classmethod(lambda *args, **kwargs: loaded.append(args)))
+    common = [f"out_dir={tmp_path / 'run'}", "method=sdpo", *([] if "variants" in override else ["variants=[]"])]
+    assert main(["--config", str(TINY), *common, override]) == 2
+    error = capsys.readouterr().err.strip()
+    assert error.startswith(f"error: {TINY}: {message}") and len(error.splitlines()) == 1
+    assert loaded == [] and not list(tmp_path.glob("run/metrics.jsonl"))
+
+
+def test_forty_wrong_configs():
+    assert len(dict(WRONG)) >= 40
 
 
 @pytest.mark.parametrize("method", ["grpo", "sdpo"])
 def test_a_group_of_one_has_no_siblings(method, capsys):
     assert main(["--config", str(TINY), f"method={method}", "group_size=1", "variants=[]"]) == 2
-    assert f"group_size: 1 isn't allowed; {method} compares siblings" in capsys.readouterr().err
+    assert f"group_size: 1 isn't allowed; {method} compares siblings, so it must be at least 2" in capsys.readouterr().err
 
 
-def test_missing_and_broken_files(tmp_path, capsys):
-    broken = tmp_path / "broken.yaml"
-    broken.write_text("a: [1")
-    for file in (tmp_path / "none.yaml", broken):
+LAUGHS = "a0: &a0 [ha, ha, ha, ha, ha, ha, ha, ha, ha, ha]\n" + "".join(
+    f"a{n}: &a{n} [{', '.join(10 * [f'*a{n - 1}'])}]\n" for n in range(1, 12))
+BROKEN = {
+    "empty": ("", "the file: None must be a mapping of settings"),
+    "list": ("- 1\n- 2", "the file: [1, 2] must be a mapping of settings"),
+    "not closed": ("a: [1", "can't read it: ParserError"),
+    "not text": (b"model: \xff\xfe", "can't read it: UnicodeDecodeError"),
+    "a key twice": ("model: a\nlr: 1e-5\nlr: 1e-3", "can't read it: line 3: the key 'lr' is given twice"),
+    "a key twice below": ("sdpo:\n  alpha: 1\n  alpha: 0", "can't read it: line 3: the key 'alpha' is given twice"),
+    "alias bomb": (LAUGHS, "can't read it: its aliases stand for more than 100,000 values"),
+    "merge bomb": ("a0: &a0 {k: 1, l: 2}\n" + "".join(
+        f"a{n}: &a{n}\n  <<: [{', '.join(10 * [f'*a{n - 1}'])}]\n" for n in range(1, 12)), "its aliases stand for more than 100,000 values"),
+    "alias of itself": ("tasks: &t [*t]", "its aliases stand for more than 100,000 values"),
+    "deep": ("a: " + 5000 * "[" + 5000 * "]", "can't read it: it is nested too deeply"),
+    "huge": ("a: " + 2_000_000 * "x", "can't read it: it has more than 1,000,000 characters"),
+    "python object": ("a: !!python/object/apply:os.system [touch was-here]", "can't read it: ConstructorError"),
+    "python name": ("a: !!python/name:os.system", "can't read it: ConstructorError"),
+    "10,000 digits": ("seed: " + 10_000 * "9", "can't read it: Exceeds the limit"),
+    "no date": ("seed: 2026-99-99", "can't read it: month must be in 1..12"),
+    "unknown key": ('"a\\nb": 1', "a b: no such key"),
+    "no model": ("out_dir: o\ntasks: []", "model: missing, and it has no default"),
+    "long value": ("out_dir: o\ntasks: []\nmodel: [" + 5000 * "x, " + "]", "model: ['x', "),
+}
+
+
+@pytest.mark.parametrize("name", BROKEN)
+def test_a_broken_file_stops_with_one_line_and_at_once(tmp_path, monkeypatch, capsys, name):
+    text, message = BROKEN[name]
+    monkeypatch.chdir(tmp_path)
+    file = tmp_path / "broken.yaml"
+    file.write_bytes(text if isinstance(text, bytes) else text.encode())
+    start = time.perf_counter()
+    assert main(["--config", str(file)]) == 2
+    error = capsys.readouterr().err
+    assert error.startswith(f"error: {file}: ") and message in error and len(error.splitlines()) == 1 and len(error) < 600
+    assert time.perf_counter() - start < 5 and [p.name for p in tmp_path.iterdir()] == ["broken.yaml"]
+
+
+def test_a_missing_file_and_a_folder_stop_with_one_line(tmp_path, capsys):
+    for file in (tmp_path / "none.yaml", tmp_path):
         assert main(["--config", str(file)]) == 2
         assert f"{file}: can't read it" in capsys.readouterr().err
+
+
+def test_few_aliases_are_fine():
+    text = "base: &b {path: p, verifier: math}\ntasks: [{<<: *b, name: a}, {<<: *b, name: c}]"
+    assert [t["path"] for t in continual.read_yaml(text)["tasks"]] == ["p", "p"]
 
 
 def test_overrides_take_the_type_of_their_field():
@@ -124,34 +224,86 @@ def test_overrides_take_the_type_of_their_field():
     assert make_config({"model": "m", "out_dir": "o", "lr": "1e-5", "tasks": [{"name": "t", "path": "p", "verifier": "math"}]}).lr == 1e-5
 
 
+@pytest.mark.parametrize("asked, device, flash, right", [
+    ("auto", "cpu", False, "loop"), ("auto", "cuda", True, "continuous"), ("auto", "cuda", False, "static"),
+    ("static", "cpu", False, "static"), ("continuous", "cuda", False, "continuous"), ("loop", "cuda", True, "loop"),
+])
+def test_rollouts_take_the_engine_asked_for_or_the_devices_fastest(tmp_path, monkeypatch, asked, device, flash, right):
+    monkeypatch.setattr(continual, "flash_attention", lambda model: flash)
+    config = tiny(tmp_path, f"rollout.engine={asked}")
+    assert rollout_engine(config, SimpleNamespace(device=torch.device(device))) == right
+
+
 def test_every_shipped_config_loads():
     for file in (ROOT / "configs").glob("*.yaml"):
         assert load_config(file).tasks
 
 
-@pytest.mark.parametrize("override, message", [
-    ("model=no-such-folder/at/all", "model: there is no folder 'no-such-folder/at/all'"),
-    ("sdpo.topk=100000", "sdpo.topk: 100000 isn't allowed; it must be at most the vocabulary"),
-    ("sdpo.max_teacher_tokens=100000", "sdpo.max_teacher_tokens: 100000 isn't allowed; with max_new_tokens 48 it must be at most 464"),
-    ("max_prompt_tokens=2", "task math: no training prompt is left: all are over max_prompt_tokens"),
-    ("sdpo.init_from=no/such/folder", "sdpo.init_from: there is no folder 'no/such/folder'"),
-    ("tasks.0.answer_pattern=(", "task math, row 0"),
-    ("rollout.chat_template={tokenize: true}", "task math: the chat template refuses a training prompt"),
-    ("tasks.0.path=none.jsonl", "task math: can't read none.jsonl"),
-])
-def test_what_files_and_model_cannot_do(tmp_path, override, message):
-    with pytest.raises(ConfigError) as error:
-        run(tiny(tmp_path, "method=sdpo", override))
-    assert message in str(error.value) and "\n" not in str(error.value)
-
-
 def test_a_tokenizer_without_a_chat_template_is_refused(tmp_path):
-    import shutil
-
     shutil.copytree(TINY.parent / "tiny" / "base", tmp_path / "base")
     (tmp_path / "base" / "chat_template.jinja").unlink()
     with pytest.raises(ConfigError, match="no chat template"):
         run(tiny(tmp_path, f"model={tmp_path / 'base'}"))
+
+
+@pytest.fixture
+def foreign(tmp_path):
+    """A copy of the base to do things to."""
+    return Path(shutil.copytree(TINY.parent / "tiny" / "base", tmp_path / "base"))
+
+
+def change(file, **values):
+    file.write_text(json.dumps(json.loads(file.read_text()) | values))
+
+
+@pytest.mark.parametrize("asked", [False, True])
+def test_code_that_comes_with_a_model_runs_only_if_asked_for(tmp_path, monkeypatch, foreign, asked):
+    monkeypatch.setenv("HF_MODULES_CACHE", str(tmp_path / "modules"))
+    (foreign / "mine.py").write_text(f"open({str(tmp_path / 'was-here')!r}, 'w')\nraise RuntimeError('it ran')\n")
+    change(foreign / "config.json", model_type="mine", auto_map={"AutoConfig": "mine.C", "AutoModelForCausalLM": "mine.M"})
+    change(foreign / "tokenizer_config.json", auto_map={"AutoTokenizer": ["mine.T", None]}, tokenizer_class="T")
+    with pytest.raises(ConfigError) as error:
+        run(tiny(tmp_path, f"model={foreign}", f"trust_remote_code={asked}", tasks=1))
+    assert f"model: can't load {str(foreign)!r}" in str(error.value) and "\n" not in str(error.value)
+    assert (tmp_path / "was-here").exists() == asked
+
+
+def test_weights_that_are_a_pickle_are_refused_unread(tmp_path, foreign):
+    class Bomb:
+        def __reduce__(self):
+            return os.mkdir, (str(tmp_path / "was-here"),)
+
+    (foreign / "model.safetensors").unlink()
+    torch.save({"model.embed_tokens.weight": Bomb()}, foreign / "pytorch_model.bin")
+    with pytest.raises(ConfigError, match="model: can't load .*safetensors") as error:
+        run(tiny(tmp_path, f"model={foreign}", tasks=1))
+    assert "\n" not in str(error.value) and not (tmp_path / "was-here").exists()
+
+
+def test_a_tokenizer_of_more_tokens_than_the_model_has_is_refused(tmp_path, foreign):
+    change(foreign / "config.json", vocab_size=7)
+    with pytest.raises(ConfigError, match=r"its tokenizer has \d+ tokens, which must be at most the vocabulary of the model, 7"):
+        run(tiny(tmp_path, f"model={foreign}", tasks=1))
+
+
+def test_a_teacher_of_other_shapes_is_refused_before_weights_are_read(tmp_path, monkeypatch, foreign):
+    monkeypatch.setattr(continual, "load_model", None)
+    change(foreign / "config.json", intermediate_size=32)
+    with pytest.raises(ConfigError, match="sdpo.init_from: .* isn't allowed; its matrices must have the shapes of those of the model"):
+        run(tiny(tmp_path, "method=sdpo", f"sdpo.init_from={foreign}", tasks=1))
+
+
+def test_a_verifier_that_cannot_work_is_no_wrong_answer(tmp_path, monkeypatch, capsys):
+    """A zero for every response would teach nonsense; the run stops with one line."""
+    import eval as evaluation
+
+    tiny(tmp_path)
+    monkeypatch.setattr(evaluation.MATH, "code", "raise ImportError('no math-verify')")
+    evaluation.MATH.stop()
+    spelt = r"\boxed{\frac{1}{2}}"
+    monkeypatch.setattr(continual, "accuracy", lambda *args, **kwargs: evaluation.verify("math", spelt, evaluation.Example("0", [], "3")))
+    assert main(["--config", str(tmp_path / "config.yaml"), *SHORT, f"out_dir={tmp_path / 'run'}"]) == 2
+    assert capsys.readouterr().err.splitlines()[-1] == "error: math_server: its process doesn't start"
 
 
 def test_long_prompts_are_dropped_and_counted(tmp_path):

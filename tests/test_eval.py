@@ -2,6 +2,9 @@
 
 import json
 import math
+import os
+import time
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -9,8 +12,9 @@ import torch
 
 from eval import (
     Example, Task, TaskSpec, accuracy, continual_metrics, extract_code, last_boxed, load_task, matrix_drift, mmd,
-    pass_at_k, principal_angles, saved_answers, tool_calls, verify, weight_drift,
+    pass_at_k, principal_angles, run_program, saved_answers, tool_calls, verify, weight_drift,
 )
+from sdpo import strip_thinking
 
 
 def gold(answer="", tests=()):
@@ -40,6 +44,10 @@ def test_math_01_nested_braces_balance():
 @pytest.mark.parametrize("answer, response, reward", [
     ("8 and 27", r"\boxed{27}", 0.0),
     ("8 and 27", r"\boxed{8, 27}", 1.0),
+    ("$8$ and $27$", r"\boxed{8,27}", 1.0),
+    ("$8$ and $27$", r"\boxed{27}", 0.0),
+    ("8 or 27", r"\boxed{27}", 0.0),
+    (r"\$5", r"\boxed{5}", 1.0),
     ("(-1,4]", r"\boxed{(-1, 4]}", 1.0),
     ("(-1,4]", r"\boxed{(-1, 4)}", 0.0),
 ])
@@ -186,15 +194,109 @@ ADD = "def add(a, b):\n    return a + b\n"
     ("open_fence", f"```python\n{ADD}"),
     ("crlf_or_space", f"```py \n{ADD}```"),
     ("crlf", f"```python\r\n{ADD}```".replace("\n", "\r\n")),
+    ("fence_in_a_text", f"```python\nFENCE = '```'\n{ADD}```\nDone."),
+    ("fence_after_code", f"```python\n{ADD.strip()}```\nDone."),
+    ("indented_fence", f"1. Here:\n   ```python\n{ADD}   ```\n2. Done."),
 ])
 def test_code_02_the_submission_is_found(name, response):
     assert verify("code", response, gold(tests=["assert add(5,2)==7"])).reward == 1.0
+
+
+def test_code_01_leaving_early_or_claiming_success_is_no_pass():
+    programs = ["import sys\ndef add(a,b):\n    sys.exit(0)\n", "import os\nos._exit(0)\n",
+                "print('ALL_TESTS_PASSED', flush=True)\nimport os\nos._exit(0)\n", "def add(a,b):\n    return a+b\n"]
+    example = gold(tests=["assert add(1,2)==3", "assert add(2,2)==4"])
+    assert [verify("code", f"```python\n{program}```", example).reward for program in programs] == [0.0, 0.0, 0.0, 1.0]
+
+
+def test_code_03_late_programs_are_killed_and_reaped():
+    """Three times: no reward, an answer within the limit and a second, and no child in state Z below this process."""
+    for _ in range(3):
+        start = time.perf_counter()
+        assert run_program("while True:\n    pass\n", ["assert True"], timeout=1)[0] == 0
+        assert time.perf_counter() - start < 2
+        processes = {}
+        for place in Path("/proc").glob("[0-9]*/stat"):
+            try:
+                state, parent = place.read_text().rpartition(")")[2].split()[:2]
+            except OSError:                                               # it ended meanwhile
+                continue
+            processes[place.parent.name] = state, parent
+        mine = {str(os.getpid())}
+        for _ in processes:
+            mine |= {pid for pid, (_, parent) in processes.items() if parent in mine}
+        assert [processes[pid] for pid in mine if processes[pid][0] == "Z"] == []
 
 
 def test_code_without_a_block():
     verdict = verify("code", ADD, gold(tests=["assert add(5,2)==7"]))
     assert (verdict.reward, verdict.well_formed) == (0.0, False)
     assert extract_code("```\nx = 1\n```", ["assert f()"]) == "x = 1\n"     # nothing better: the last block
+
+
+# ---- answers that nobody would give ------------------------------------------------------------
+
+KINDS = ["math", "mcq", "mcq_boxed", "tool", "exact", "code"]
+GOLD = {"math": gold("7"), "mcq": gold("B"), "mcq_boxed": gold("B"), "tool": gold(calls(("a", {"x": 1}))), "exact": gold("7"),
+        "code": gold(tests=["assert f(1) == 2"])}
+FLOOD = {
+    "100 MB in a line": 100_000_000 * "x",
+    "open boxes": 140_000 * r"\boxed{",
+    "boxes and spaces": 2000 * (r"\boxed" + 400 * " "),
+    "braces": 900_000 * "}" + 90_000 * "{",
+    "spaces in a box": r"\boxed{1" + 900_000 * " " + "x and 2}",
+    "commas in a box": r"\boxed{" + 300_000 * "1, " + "}",
+    "brackets in a box": r"\boxed{" + 450_000 * "(" + 450_000 * "[" + "}",
+    "digits in a box": r"\boxed{" + 900_000 * "7" + "}",
+    "powers in a box": r"\boxed{" + 300 * "9^{" + 300 * "}" + "}",
+    "fence and spaces": "```" + 900_000 * " " + "x",
+    "fences and spaces": 900 * ("```" + 1000 * " " + "x"),
+    "fences": 100_000 * "```python\n",
+    "ticks": 999_000 * "`",
+    "open thoughts": 140_000 * "<think>",
+    "closed thoughts": 120_000 * "</think>",
+    "thoughts": 60_000 * "<think></think>",
+    "open answers": 120_000 * "<answer>",
+    "open calls": 60_000 * "Action Input: {",
+    "calls": 40_000 * "Action: a\nAction Input: {}\n",
+    "calls and spaces": 900 * ("Action Input:" + 1000 * "\n"),
+    "deep call": "Action: a\nAction Input: " + 180_000 * '{"x":',
+    "long number": 'Action: a\nAction Input: {"x": ' + 900_000 * "9" + "}",
+    "huge number": 'Action: a\nAction Input: {"x": 1e999999}',
+    "lines": 999_000 * "\n",
+    "null": 900_000 * "\0",
+    "surrogates": 900_000 * "\ud800",
+}
+
+
+@pytest.mark.parametrize("name", FLOOD)
+def test_no_answer_takes_long_or_scores_by_its_size(name):
+    for kind in KINDS:
+        for paper_scoring in (False, True)[: 1 + (kind == "tool")]:
+            start = time.perf_counter()
+            assert verify(kind, FLOOD[name], GOLD[kind], paper_scoring).reward == 0.0
+            assert time.perf_counter() - start < (8 if kind == "math" else 4), kind
+    start = time.perf_counter()
+    strip_thinking(FLOOD[name])
+    assert time.perf_counter() - start < 4
+
+
+@pytest.mark.parametrize("digits", [4_301, 10_000])
+def test_answers_of_ten_thousand_digits(digits):
+    """More than int() takes; equal ones are equal all the same, where comparing texts or JSON can tell."""
+    right, wrong = digits * "7", digits * "7" + "8"
+    start = time.perf_counter()
+    for kind, form in (("math", r"\boxed{%s}"), ("exact", "%s")):
+        assert [verify(kind, form % answer, gold(right)).reward for answer in (right, wrong)] == [1.0, 0.0]
+    assert verify("math", rf"\boxed{{{right}.0}}", gold(right)).reward == 0.0     # over 2,000 characters, and no integer
+    assert verify("tool", f'Action: a\nAction Input: {{"x": {right}}}', GOLD["tool"]).reward == 0.0
+    assert time.perf_counter() - start < 8
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("response", ["", " ", r"\boxed{}", r"\boxed{\text{}}", "<answer></answer>", "Action: \nAction Input: {}", "```\n```"])
+def test_data_01_nothing_equals_a_missing_gold_answer(kind, response):
+    assert verify(kind, response, gold("")).reward == 0.0
 
 
 # ---- tasks -------------------------------------------------------------------------------------
@@ -224,6 +326,11 @@ def test_data_03_templates_are_filled_in_one_pass(tmp_path):
                           prompt="{prompt}\n{hint}\n{{kept}}"))
     texts = [e.messages[0]["content"] for e in task.train + task.test]
     assert "Find \\boxed{x} with {answer} set\nd = {'a': 1}\n{kept}" in texts
+
+
+def test_a_prompt_of_over_a_million_characters_is_left_out_and_counted(tmp_path):
+    rows = [{"prompt": q, "answer": "1"} for q in ("a", "b", "c", 1_000_001 * "d")]
+    assert load_task(dict(name="t", verifier="math", path=rows_file(tmp_path, rows))).dropped == {"over 1,000,000 characters": 1}
 
 
 def test_templates_reach_columns_but_never_attributes(tmp_path):

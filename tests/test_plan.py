@@ -229,7 +229,7 @@ def test_what_does_not_fit_is_said(no_network):
 def test_bad_plans_stop_with_one_line(no_network, capsys, options, message):
     assert main(["--config", str(CONFIGS / "qwen3-0.6b.yaml"), "--plan", *options]) == 2
     out, error = capsys.readouterr()
-    assert error.startswith(f"error: {message}") and len(error.splitlines()) == 1 and out == ""
+    assert error.startswith("error: ") and message in error and len(error.splitlines()) == 1 and out == ""
 
 
 def test_a_card_without_a_plan_is_refused(capsys):

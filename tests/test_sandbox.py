@@ -186,6 +186,10 @@ HOSTILE = {  # program, test; none may pass
     "patched modules": ("import json, ast, sys, os, operator\njson.loads = json.dumps = lambda *a, **k: 1\n"
                         "ast.literal_eval = ast.parse = lambda *a: ('call', 1)\noperator.eq = lambda *a: True\n"
                         "sys.modules.clear()\ndef f(): return 0", "assert f() == 1"),
+    "json": ("import json\nclass D(dict):\n def __getitem__(s, k): return 1\n __missing__ = get = __getitem__\n"
+             "json.loads = lambda *a, **k: D(passed=9, feedback='')\njson.dumps = lambda *a, **k: '{\"passed\": 9, \"feedback\": \"\"}'\n"
+             "json.JSONDecoder.decode = json.JSONEncoder.encode = json.decoder.JSONDecoder.raw_decode = lambda *a: '\"\"'\n"
+             "def f(): return 0", {"fn_name": "f", "input": "", "output": "1"}),
     "frames": ("import sys, gc\nframe = sys._getframe()\nwhile frame:\n for n in list(frame.f_locals):\n"
                "  if n in ('tests', 'text', 'texts', 'passed', 'request'): frame.f_locals[n] = ''\n"
                " frame = frame.f_back\nfor o in gc.get_objects():\n"
@@ -207,8 +211,12 @@ HOSTILE = {  # program, test; none may pass
     "deep value": ("def f():\n x = []\n for _ in range(10**5): x = [x]\n return x", "assert f() == 1"),
     "cycle": ("def f():\n x = []\n x.append(x)\n return x", "assert f() == 1"),
     "abort": ("import os\nos.abort()", "assert f() == 1"),
+    "core dump": ("import ctypes, os, resource\ntry: resource.setrlimit(resource.RLIMIT_CORE, (resource.RLIM_INFINITY,) * 2)\n"
+                  "except Exception: pass\nctypes.string_at(0)", "assert f() == 1"),
     "segfault": ("import ctypes\nctypes.string_at(0)", "assert f() == 1"),
     "surrogates": ("x = '\ud800'\ndef f(): return 1", "assert f() == 1"),
+    "unicode": ("def f(): return '\u202e1\u2028\\ud83d\\x00\uff11', chr(0x10ffff) * 99\nf.__name__ = '\uff46'\n\u0435q = f",
+                "assert f() == 1"),
     "null byte": ("x = 1\0\ndef f(): return 1", "assert f() == 1"),
     "raises in __del__": ("class D:\n def __del__(self): raise SystemExit(0)\nd = D()\ndel d\n"
                           "def f(): return D() and 0",
@@ -251,6 +259,7 @@ def test_hostile(name):
     passed, text = run_program(program, [test], timeout=0.5)
     assert passed == 0 and text and time.monotonic() - start < 1.5, (passed, text)
     assert "Error: invalid syntax" not in text and "IndentationError" not in text, text  # it is the intended program
+    assert not glob.glob("core*") + glob.glob("/tmp/core*") + glob.glob("/core*")
     assert not glob.glob("/tmp/*was-here") + glob.glob("/dev/shm/*was-here") + glob.glob("/var/tmp/*was-here")
     clean()
 
@@ -301,6 +310,7 @@ def test_threads_and_fork():
 
 def echo_server():
     import json, sys, time
+    print("{}", flush=True)
     for line in sys.stdin:
         request = json.loads(line)
         if request.get("die"):
