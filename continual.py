@@ -23,6 +23,7 @@ Under torchrun every process takes its share of a step's prompts, groups whole, 
 
     python continual.py --config configs/tiny.yaml [key.sub=value ...]
     torchrun --nproc_per_node 4 continual.py --config configs/qwen3-4b.yaml
+    python continual.py --config configs/qwen3-4b.yaml --plan      what that needs, and whether it fits
 """
 
 import argparse
@@ -1713,11 +1714,14 @@ def plan(config, folder, card=None, gpus=1, say=print):
         for words, work in works.items() if min(peaks) <= room else ():
             took = [plan_seconds(w, name, gpus) for w, _ in work]
             row(f"  {words}: s, rollout + training", [f"{r:.0f} + {t:.0f}" for r, t, _ in took])
-            row(f"  {words}: h, steps + tests", [f"{steps * (r + t) / 3600:.1f} + {stages * e / 3600:.1f}" for r, t, e in took])
-    say(f"{steps} steps, {stages} evaluations; the base's is one more for all variants. Assumed, not measured: mean lengths of {MEAN:.0%} "
-        f"of the\nlongest; {COMPUTE:.0%} of a card's dense bfloat16 FLOP/s; {BANDWIDTH:.0%} of its bandwidth in decoding, where a response "
-        f"that ends makes\nroom for the next; {1 - ROOM:.0%} of its memory for CUDA and fragments; {TEST_PROMPTS} test prompts where a task "
-        "has no test_limit.\nNot counted: loading, verifying, traffic between GPUs. In float32 all takes longer.")
+            hours = [(steps * (r + t) / 3600, stages * e / 3600) for r, t, e in took]
+            total = sum(map(sum, hours)) + hours[0][1] / stages            # the base is evaluated once
+            row(f"  {words}: h, steps + tests ({total:.0f})", [f"{a:.1f} + {b:.1f}" for a, b in hours])
+    say(f"{steps} steps, {stages} evaluations; in parentheses the hours of all variants and the base's evaluation.\n"
+        f"Assumed, not measured: mean lengths of {MEAN:.0%} of the longest; {COMPUTE:.0%} of a card's dense bfloat16 FLOP/s;\n"
+        f"{BANDWIDTH:.0%} of its bandwidth in decoding, where a response that ends makes room for the next;\n"
+        f"{1 - ROOM:.0%} of its memory for CUDA and fragments; {TEST_PROMPTS} test prompts where a task has no test_limit.\n"
+        "Not counted: loading, verifying, traffic between GPUs. In float32 all takes longer.")
 
 
 # ------------------------------------------------------------------------------------------------
@@ -1743,6 +1747,8 @@ def main(argv=None):
     former = signal.signal(signal.SIGTERM, leave)
     try:
         config = load_config(options.config, options.overrides)
+        if not options.plan and (options.card or options.gpus != 1):
+            raise ConfigError("--card and --gpus belong to --plan; torchrun says on how many a run goes")
         try:
             if options.plan:
                 plan(config, Path(options.config).parent, options.card, options.gpus)
