@@ -414,6 +414,8 @@ def _task(entry, folder, key):
     if name is None:
         return entry | {k: _beside(entry[k], folder) for k in ("path", "test_path", "join") if isinstance(entry.get(k), str)}
     file = Path(folder) / str(name)
+    if key.count(".test.") > 20:
+        raise ConfigError("tasks: a task file names itself among its tests")
     try:
         tree = read_yaml(file.read_text(encoding="utf-8"))
     except (OSError, ValueError, yaml.YAMLError) as e:
@@ -456,8 +458,6 @@ def load_config(path, overrides=()):
             except (AttributeError, IndexError, TypeError, ValueError):
                 raise ConfigError(f"override {text!r}: the file has no such place") from None
         return make_config(tree, Path(path).parent)
-    except RecursionError:
-        raise ConfigError(f"{path}: tasks: a task file names itself among its tests") from None
     except ConfigError as e:
         raise ConfigError(f"{path}: {e}") from None
     except (OSError, ValueError, yaml.YAMLError) as e:
