@@ -34,6 +34,7 @@ import difflib
 import fcntl
 import functools
 import hashlib
+import itertools
 import json
 import math
 import os
@@ -42,6 +43,7 @@ import re
 import shutil
 import signal
 import string
+import subprocess
 import sys
 import tempfile
 import time
@@ -70,12 +72,12 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, set_se
 from transformers.utils import logging as transformers_logging
 
 from eval import (
-    AT_LEAST_1, NOT_NEGATIVE, POSITIVE, SHARE, TaskSpec, VerifierError, accuracy, continual_metrics, format_matrix,
-    load_task, one_line, report, verify,
+    AT_LEAST_1, NOT_NEGATIVE, POSITIVE, SHARE, Task, TaskSpec, VerifierError, accuracy, continual_metrics, format_marks, format_matrix,
+    load_task, model_folder, one_line, repeated_ngrams, report, response_drift, saved_answers, verify, weight_drift,
 )
 from grpo import encode, flash_attention, group_advantages, grpo_loss, left_pad, rollout
 from kernels import fused_token_kl, fused_token_logps, masked_mean, predicting
-from sdpo import FEEDBACK, REPROMPT, SOLUTION, Teacher, drop_tokens, sdpo_loss, teacher_prompts
+from sdpo import FEEDBACK, REPROMPT, SOLUTION, Teacher, drop_tokens, sdpo_loss, strip_thinking, teacher_messages, teacher_prompts
 
 
 # ------------------------------------------------------------------------------------------------
@@ -162,6 +164,8 @@ class EvalConfig:
     top_k: Annotated[int, NOT_NEGATIVE] = 0                    # 0: no cut
     max_new_tokens: Annotated[int | None, AT_LEAST_1] = None   # null: as in training
     batch_size: Annotated[int, NOT_NEGATIVE] = 256             # answers sampled at once; 0: all
+    probe_every: Annotated[int, NOT_NEGATIVE] = 0              # steps between measurements of drift and teacher; 0: none
+    probe_prompts: Annotated[int, AT_LEAST_1] = 24             # test prompts of each task for them
 
 
 @dataclass
@@ -178,6 +182,7 @@ class Config:
     ood: list[TaskSpec] = field(default_factory=list)          # out of distribution: measured like the tasks, never trained on
     method: Literal["grpo", "sdpo", "sft"] = "grpo"            # what turns responses into a gradient
     variants: list[Variant] = field(default_factory=list)      # run one after another from the same base
+    grid: dict = field(default_factory=dict)                   # dotted keys and lists of values: each variant with every combination
     seed: Annotated[int, NOT_NEGATIVE] = 0                     # of all randomness
     stage_steps: Annotated[int, AT_LEAST_1] = 50               # training steps for each task
     prompts_per_step: Annotated[int, AT_LEAST_1] = 32          # P
@@ -301,6 +306,9 @@ def _check_whole(c):
         (c.tasks, "tasks: at least one is needed"),
         (len(set(tasks)) == len(tasks), f"tasks: the names {tasks} must differ"),
         (len(set(variants)) == len(variants), f"variants: the names {variants} must differ"),
+        (all(isinstance(v, list) and v and all(isinstance(x, str | int | float) for x in v) for v in c.grid.values()),
+         f"grid: {_shown(c.grid)} isn't allowed; each key needs a list of numbers or words"),
+        (not c.grid or c.variants, "grid: needs variants, of which it makes several"),
         (c.method == "sft" or c.group_size >= 2,
          f"group_size: {c.group_size} isn't allowed; {c.method} compares siblings, so it must be at least 2"),
         (not (c.sdpo.sampled_token and c.sdpo.alpha != 1),
@@ -433,9 +441,25 @@ def make_config(tree, folder="."):
     """
     config = _locate(_build(Config, tree, ""), folder)
     _check_whole(config)
-    for variant in config.variants:                                        # a mistake in the last one shows now
+    for variant, *_ in planned(config):                                    # a mistake in the last one shows now
         variant_config(config, variant)
     return config
+
+
+def planned(config):
+    """All runs of a config with variants: [(Variant, name of what it was made of, {key of the grid: value})].
+
+    >>> [v.name for v, *_ in planned(Config("m", "o", [], variants=[Variant("a")], grid={"lr": [0.1, 0.2], "seed": [0]}))]
+    ['a-lr=0.1-seed=0', 'a-lr=0.2-seed=0']
+    """
+    made = []
+    for variant in config.variants:
+        for values in itertools.product(*config.grid.values()):
+            chosen = dict(zip(config.grid, values))
+            short = {key.rpartition(".")[2]: value for key, value in chosen.items()}
+            name = "-".join([variant.name, *(f"{key}={value}" for key, value in short.items())])
+            made.append((Variant(name, variant.set | chosen), variant.name, short))
+    return made
 
 
 def load_config(path, overrides=()):
@@ -466,10 +490,10 @@ def load_config(path, overrides=()):
 
 def variant_config(config, variant):
     """The Config of one variant: the common one with its own values, in its own folder."""
-    tree = dataclasses.asdict(dataclasses.replace(config, variants=[]))
+    tree = dataclasses.asdict(dataclasses.replace(config, variants=[], grid={}))
     try:
         for key, value in variant.set.items():
-            if key in ("out_dir", "variants"):
+            if key in ("out_dir", "variants", "grid"):
                 raise ConfigError(f"{key}: a variant can't set it")
             _set(tree, key, value)
         tree["out_dir"] = str(Path(config.out_dir) / variant.name)
@@ -858,7 +882,8 @@ def sample_numbers(batch, out, verdicts, rewards):
         "well_formed": sum(v.well_formed for v in verdicts), "truncated": out.truncated.sum().item(),
         "empty": sum(not t.strip() for t in out.texts),
         "entropy": -(batch.old_logps * mask).sum().item(), "targets": sum(batch.signal),
-        "marks": sum(t.count(m) for t in out.texts for m in ("\\boxed", "<answer>", "Action:", "```")),
+        "marks": sum(map(format_marks, out.texts)),
+        "repeats": sum(repeated_ngrams(ids[kept].tolist()) for ids, kept in zip(out.response_ids, out.mask)),
     }
     if batch.importance is not None:
         sums["rollout_weight"] = (batch.importance * mask).sum().item()
@@ -1062,16 +1087,16 @@ def append_line(file, text):
 
 
 @contextlib.contextmanager
-def folder_lock(folder):
+def folder_lock(folder, name=".lock", wait=False):
     """The folder belongs to this process until the block ends; the system frees a dead one's lock."""
     try:
         Path(folder).mkdir(parents=True, exist_ok=True)
-        file = open(Path(folder) / ".lock", "a+")
+        file = open(Path(folder) / name, "a+")
     except OSError as e:
         raise ConfigError(f"out_dir: can't write to {folder}: {e.strerror}") from None
     with file:
         try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            fcntl.flock(file, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
         except OSError:
             raise ConfigError(f"out_dir: {folder} is in use by another process") from None
         yield
@@ -1212,14 +1237,14 @@ def _flat(tree, key=""):
 def claim_folder(config, folder):
     """Note the configuration in the run folder; where a run has begun, it must be the one noted. Raises ConfigError."""
     file, own = folder / "config.yaml", dataclasses.asdict(config)
-    begun = any((folder / name).exists() for name in ("checkpoints", "metrics.jsonl", "base.json"))
+    begun = any(path.name in ("checkpoints", "metrics.jsonl") or path.match("base-*.json") for path in folder.iterdir())
     if begun and file.exists():
         try:
             noted, mine = _flat(read_yaml(file.read_text(encoding="utf-8"))), _flat(own)
         except (ValueError, yaml.YAMLError) as e:
             raise ConfigError(f"out_dir: {file} can't be read ({one_line(e)}); put it back, or choose another out_dir") from None
         for key in sorted(noted.keys() | mine.keys()):
-            free = key.partition(".")[0] in ("device", "save_every", "keep_checkpoints", "out_dir", "variants")
+            free = key.partition(".")[0] in ("device", "save_every", "keep_checkpoints", "out_dir", "variants", "grid")
             if not free and noted.get(key) != mine.get(key):
                 raise ConfigError(f"out_dir: {folder} belongs to another config: {key} is {noted.get(key)!r} there, "
                                   f"{mine.get(key)!r} here; choose another out_dir or delete that one")
@@ -1267,16 +1292,64 @@ def _noted(file):
 
 
 def base_row(player, tokenizer, tasks, config, folder, stop):
-    """The base's row, measured once for all variants that ask it the same questions."""
-    file, tree = Path(folder) / "base.json", dataclasses.asdict(config)
+    """The base's row, measured once for all variants that ask it the same questions; others wait for it meanwhile."""
+    file, tree = Path(folder) / f"base-{config.seed}.json", dataclasses.asdict(config)
     asked = {k: tree[k] for k in ("model", "tasks", "ood", "eval", "seed", "max_new_tokens", "max_prompt_tokens", "rollout")}
     asked = json.loads(json.dumps(asked | {"compute_dtype": config.optim.compute_dtype}, default=str))
-    noted = first_only(lambda: _noted(file))
-    if noted.get("asked") == asked:
-        return noted["row"]
-    row, details = measure(player, tokenizer, tasks, config, Path(folder) / "answers" / "base", stop)
-    first_only(lambda: write_whole(file, json.dumps({"asked": asked, "row": row, "details": details})))
-    return row
+    with contextlib.ExitStack() as held:
+        first_only(lambda: held.enter_context(folder_lock(folder, ".base.lock", wait=True)) and None)
+        noted = first_only(lambda: _noted(file))
+        if noted.get("asked") == asked:
+            return noted["row"]
+        row, details = measure(player, tokenizer, tasks, config, Path(folder) / "answers" / f"base-{config.seed}", stop)
+        first_only(lambda: write_whole(file, json.dumps({"asked": asked, "row": row, "details": details})))
+        return row
+
+
+def demonstrated(task, answers, tokenizer, config):
+    """The first test prompts of a task as a teacher sees them: with a right answer of the base's in each that has one."""
+    s, shown = config.sdpo, []
+    for example, record in zip(task.test, answers):
+        right = next((t for t, r in zip(record["responses"], record["rewards"]) if r >= s.threshold), "")
+        messages = teacher_messages(
+            example.messages, right if s.keep_thinking else strip_thinking(right), template=s.template,
+            solution_template=s.solution_template, feedback_template=s.feedback_template)
+        if messages != example.messages and len(encode(tokenizer, messages, **config.rollout.chat_template)) <= s.max_teacher_tokens:
+            shown.append(dataclasses.replace(example, messages=messages))
+    return Task(task.spec, [], shown[: config.eval.probe_prompts], {})
+
+
+def probe(model, player, tokenizer, tasks, teacher, config, stage, shared):
+    """Drift from the base and what the teacher can do, in the middle of a stage: numbers for the step's line.
+
+    weight_drift's means; over the stage's test prompts test_accuracy and similarity (response_drift's mean); and taught,
+    the teacher's accuracy on each task with a right answer of the base's in the prompt (grpo, sft: the policy's own),
+    of which teacher_accuracy is the stage's. A trust region's teacher is asked as its frozen part.
+    """
+    n, e, started = config.eval.probe_prompts, config.eval, tasks[stage - 1]
+    common = dict(max_new_tokens=e.max_new_tokens or config.max_new_tokens, batch_size=e.batch_size,
+                  template=config.rollout.chat_template, share=(*rank(), every_rank))
+    kept = {t.spec.name: saved_answers(shared / "answers" / f"base-{config.seed}-{t.spec.name}.jsonl")[1] for t in tasks}
+    player.refresh(model)
+    with autocast(player.model.device, config):
+        asked = dataclasses.replace(started, test=started.test[:n])
+        now = accuracy(player.model, tokenizer, asked, samples=e.samples, temperature=e.temperature, top_p=e.top_p, top_k=e.top_k,
+                       seed=step_seed(config.seed, "evaluate", started.spec.name), **common)
+    found = weight_drift(model_folder(config.model), model)["mean"] | {"test_accuracy": now["accuracy"]}
+    settle(model)
+    before = [text for record in kept[started.spec.name][:n] for text in record["responses"]]
+    if len(before) == len(now["responses"]):
+        base = load_model(config.model, config, player.model.device).to(player.model.dtype)
+        found["similarity"] = response_drift(base, tokenizer, before, now["responses"]).mean().item()
+    if teacher is not None:
+        player.refresh(teacher.model)
+    asked = player.model if teacher is None or player.apart else teacher.model
+    shown = {t.spec.name: demonstrated(t, kept[t.spec.name], tokenizer, config) for t in tasks}
+    with autocast(asked.device, config):
+        found["taught"] = {name: accuracy(asked, tokenizer, task, temperature=config.rollout.temperature,
+                                          seed=step_seed(config.seed, "probe", name), **common)["accuracy"]
+                           for name, task in shown.items() if task.test}
+    return found | {"teacher_accuracy": found["taught"].get(started.spec.name)}
 
 
 def save_model(folder, name, model, player, tokenizer):
@@ -1371,7 +1444,7 @@ def remark(line, said):
                            "said once a stage, metrics.jsonl has every step", file=sys.stderr)
 
 
-def train_stage(model, player, tokenizer, task, config, state, place, folder, label, stop):
+def train_stage(model, player, tokenizer, tasks, config, state, place, folder, shared, label, stop):
     """The steps of one stage that are still to do. `state` moves along and is saved now and then.
 
     Optimizer and teacher live here, so that their memory is free when the stage is measured.
@@ -1379,6 +1452,7 @@ def train_stage(model, player, tokenizer, task, config, state, place, folder, la
     Args:
         place: checkpoint to start from, or None. stop: called when all is saved; leaves if asked to.
     """
+    task, every = tasks[state["stage"] - 1], config.eval.probe_every
     optimizer, teacher, reference = begin_stage(model, player, config, model.device)
     if place is not None and state["step"]:
         load_checkpoint(place, model, optimizer if state["stepped"] else None, teacher, reference)
@@ -1402,6 +1476,8 @@ def train_stage(model, player, tokenizer, task, config, state, place, folder, la
                 raise RunError(f"{e.place}; {saved}") from None
             state["step"] += 1
             state["lines"] += 1
+            if every and (state["step"] % every == 0 or state["step"] == steps):
+                line |= all_or_none(lambda: probe(model, player, tokenizer, tasks[: len(config.tasks)], teacher, config, state["stage"], shared))
             first_only(lambda: append_line(log, json.dumps(line)))
             remark(line, state.setdefault("said", []))
             bar.set_postfix_str(", ".join(f"{key} {form.format(line[key])}" for key, form in shown if key in line))
@@ -1472,7 +1548,7 @@ def run_variant(config, folder, shared, loaded, label, say=print):
             stage, task = state["stage"], tasks[state["stage"] - 1]
             if state["step"] < (task.spec.steps or config.stage_steps):    # answers of weights that are yet to be made again
                 first_only(lambda: forget_answers(folder, stage))
-            train_stage(model, player, tokenizer, task, config, state, place, folder, label, stop)
+            train_stage(model, player, tokenizer, tasks, config, state, place, folder, shared, label, stop)
             place = None
             save_model(folder, f"stage-{stage}-{task.spec.name}", model, player, tokenizer)
             player.refresh(model)
@@ -1510,6 +1586,7 @@ def forget_answers(folder, stage):
 
 def write_row(folder, stage, config, rows, details):
     """The matrix so far, and the details of its last row."""
+    (folder / "drift.json").unlink(missing_ok=True)                        # of the rows before
     write_whole(folder / f"evaluation-{stage}.json", json.dumps(details, indent=1))
     write_matrix(folder, config, rows)
 
@@ -1523,38 +1600,74 @@ def write_matrix(folder, config, rows):
     write_whole(folder / "matrix.json", json.dumps(matrix, indent=1))
 
 
-def run(config, say=print):
+def run(config, say=print, part=(1, 1)):
     """Train every variant of a config and write the report.
 
+    Args:
+        part: (i, K): every K-th variant only, from the i-th, and no report: others do the rest.
     Returns:
         {variant: matrix rows}. Raises ConfigError, RunError, SystemExit (see `run_variant`).
     """
-    out, results, loaded = Path(config.out_dir), {}, {}
+    out, results, comparison, loaded, whole = Path(config.out_dir), {}, {}, {}, part[1] == 1
     transformers_logging.disable_progress_bar()
     warnings.filterwarnings("ignore", message="torch.distributed is disabled")  # one process: it is meant to be
     with processes(), contextlib.ExitStack() as held:
         if rank()[0]:
             say = lambda text: None                                        # noqa: E731
-        first_only(lambda: held.enter_context(folder_lock(out)) and None)
+        if whole:
+            first_only(lambda: held.enter_context(folder_lock(out)) and None)
         if config.variants:
             first_only(lambda: claim_folder(config, out))
-        for variant in config.variants or [None]:
+        for variant, kind, grid in planned(config)[part[0] - 1 :: part[1]] or [(None, None, None)] * (not config.variants):
             own, name = (variant_config(config, variant), variant.name) if variant else (config, out.name)
             folder = Path(own.out_dir)
             if variant:                                                    # it could be another run's out_dir
                 first_only(lambda: held.enter_context(folder_lock(folder)) and None)
             results[name] = run_variant(own, folder, out, loaded, name, say)
-            if variant:
-                comparison = {n: continual_metrics(r) for n, r in results.items()}
+            if variant and whole:
+                comparison[name] = continual_metrics(results[name]) | {"variant": kind, "grid": grid}
                 first_only(lambda: write_whole(out / "comparison.json", json.dumps(comparison, indent=1)))
         names = [t.name for t in config.tasks]
-        for name, rows in results.items():
+        for name, rows in results.items() if whole else ():
             m = continual_metrics(rows)
             say(f"\n{name}\n{format_matrix(names, rows)}")
             say("last " + ", ".join(f"{n} {x:.3f}" for n, x in zip(names, m["last"]))
                 + f" | average {m['average']:.3f} | gain {m['gain']:+.3f} | forgetting {m['forgetting']:+.3f}")
-        say(f"\nreport: {first_only(writing(out)(lambda: report(out)))}")
+        if whole:
+            say(f"\nreport: {first_only(writing(out)(lambda: report(out, again=False)))}")
     return results
+
+
+def run_jobs(config, command, jobs):
+    """Run the variants in `jobs` processes of `command --part i/jobs`, each with its share of the cores. Raises RunError.
+
+    What each says goes to part-i.log in the run folder. They stop as this process does.
+    """
+    out, total, K = Path(config.out_dir), planned(config), len(config.tasks)
+    environment = os.environ | {"OMP_NUM_THREADS": str(max(1, (os.cpu_count() or 1) // jobs))}
+    done = lambda: sum(len(_noted(out / v.name / "matrix.json").get("rows", ())) == K + 1 for v, *_ in total)  # noqa: E731
+    with folder_lock(out), contextlib.ExitStack() as held:
+        claim_folder(config, out)
+        logs = [out / f"part-{i}.log" for i in range(1, jobs + 1)]
+        workers = []
+        try:
+            for i, log in enumerate(logs, 1):
+                file = held.enter_context(open(log, "w", encoding="utf-8"))
+                workers.append(subprocess.Popen([*command, "--part", f"{i}/{jobs}"], stdout=file, stderr=file, env=environment))
+            with tqdm(total=len(total), desc="variants") as bar:
+                while any(w.poll() is None for w in workers):
+                    bar.update(done() - bar.n)
+                    time.sleep(1)
+                bar.update(done() - bar.n)
+        finally:
+            for worker in workers:
+                worker.terminate()
+            for worker in workers:
+                worker.wait()
+    for worker, log in zip(workers, logs):
+        if worker.returncode:
+            last = log.read_text(encoding="utf-8", errors="replace").strip().splitlines()[-1:] or ["nothing"]
+            raise RunError(f"{log}: a part ended with exit code {worker.returncode}: {last[0].rpartition(chr(13))[2]}")
 
 
 # ------------------------------------------------------------------------------------------------
@@ -1739,6 +1852,8 @@ def main(argv=None):
     parser.add_argument("--plan", action="store_true", help="print memory, tokens and time that a run needs; load nothing")
     parser.add_argument("--card", help=f"with --plan: {', '.join(CARDS)} (all of them)")
     parser.add_argument("--gpus", type=int, default=1, metavar="K", help="with --plan: how many of them (1)")
+    parser.add_argument("--jobs", type=int, default=1, metavar="K", help="run K variants at the same time, each on its share of the cores")
+    parser.add_argument("--part", default="1/1", metavar="i/K", help="run every K-th variant only, from the i-th, and write no report")
     options = parser.parse_args(argv)
 
     def leave(number, frame):                                              # outside of training there is nothing to save
@@ -1749,11 +1864,18 @@ def main(argv=None):
         config = load_config(options.config, options.overrides)
         if not options.plan and (options.card or options.gpus != 1):
             raise ConfigError("--card and --gpus belong to --plan; torchrun says on how many a run goes")
+        part = tuple(map(int, options.part.split("/"))) if re.fullmatch(r"\d+/\d+", options.part) else (0, 0)
+        if not 1 <= part[0] <= part[1] or options.jobs < 1:
+            raise ConfigError(f"--part {options.part} --jobs {options.jobs}: not allowed; a part is 1/K to K/K, jobs are 1 or more")
+        if not config.variants and (part != (1, 1) or options.jobs > 1):
+            raise ConfigError("--part and --jobs divide variants among processes, and there are none")
         try:
             if options.plan:
                 plan(config, Path(options.config).parent, options.card, options.gpus)
             else:
-                run(config)
+                if options.jobs > 1:
+                    run_jobs(config, [sys.executable, __file__, "--config", options.config, *options.overrides], options.jobs)
+                run(config, part=part)
         except ConfigError as e:                                           # of a file, a model or a folder that it names
             raise ConfigError(f"{options.config}: {e}") from None
     except (ConfigError, RunError, VerifierError) as e:

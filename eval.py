@@ -22,7 +22,8 @@ read (there the last 100 characters); a tool call is compared as a pair of name 
 all arguments are merged into one dictionary; `paper_scoring` brings that back); the code block that
 defines what the tests call is run (there the longest); and there is a matrix at all.
 
-    python eval.py RUN       draws the report of a finished run again
+    python eval.py RUN       measures a run's drift and draws its report again
+    python eval.py A B       how far apart two models' weights are
 """
 
 import atexit
@@ -695,7 +696,7 @@ def pass_at_k(n, c, k):
 def saved_answers(file):
     """(What was asked, one record a prompt) of a file that `accuracy` keeps. A line cut short is left out.
 
-    A record has the example's id and, for each sample, responses, rewards, well_formed, truncated, lengths.
+    A record has the example's id and prompt and, for each sample, responses, rewards, well_formed, truncated, lengths.
     """
     try:
         asked, *records = map(json.loads, Path(file).read_bytes().split(b"\n")[:-1])
@@ -723,7 +724,7 @@ def _answer(model, tokenizer, spec, examples, samples, sampling):
         "responses": out.texts, "rewards": [v.reward for v in verdicts], "well_formed": [v.well_formed for v in verdicts],
         "truncated": out.truncated.tolist(), "lengths": out.mask.sum(-1).tolist(),
     }
-    return [{"id": e.id} | {k: v[i * samples : (i + 1) * samples] for k, v in columns.items()} for i, e in enumerate(examples)]
+    return [{"id": e.id, "prompt": e.messages[-1]["content"]} | {k: v[i * samples : (i + 1) * samples] for k, v in columns.items()} for i, e in enumerate(examples)]
 
 
 def _scores(records, samples):
@@ -799,6 +800,30 @@ def accuracy(
 
 
 # ------------------------------------------------------------------------------------------------
+# Signs of collapse in a response
+# ------------------------------------------------------------------------------------------------
+
+
+def format_marks(text):
+    """How often the marks of an answer's format stand in a response. One or two are normal.
+
+    >>> format_marks("\\\\boxed{1} \\\\boxed{1} \\\\boxed{1}")
+    3
+    """
+    return sum(text.count(mark) for mark in ("\\boxed", "<answer>", "Action:", "```"))
+
+
+def repeated_ngrams(tokens, n=4):
+    """Share of a response's n-grams that stood in it before; 0 for fewer than n tokens.
+
+    >>> repeated_ngrams([1, 2, 1, 2, 1], n=2)
+    0.5
+    """
+    grams = [tuple(tokens[i : i + n]) for i in range(len(tokens) - n + 1)]
+    return 1 - len(set(grams)) / len(grams) if grams else 0.0
+
+
+# ------------------------------------------------------------------------------------------------
 # The matrix
 # ------------------------------------------------------------------------------------------------
 
@@ -854,8 +879,32 @@ def principal_angles(U, V):
 
 
 @torch.no_grad()
+def spectrum(W, k, rows=8192):
+    """Singular values of W (m, n), descending, and an orthonormal basis (m, k) of its top-k left singular vectors.
+
+    From the eigenvalues of the smaller of W W^T and W^T W, in float64 (float32's squares would lose the small ones):
+    many times faster than a singular value decomposition, and an embedding of 150,000 rows goes by `rows` of them.
+    """
+    flat, blocks = W.shape[0] < W.shape[1], W.split(rows)
+    gram = W.double() @ W.double().T if flat else sum(block.double().T @ block.double() for block in blocks)
+    values, vectors = torch.linalg.eigh(gram)                              # ascending
+    top = vectors.flip(1)[:, :k]
+    if not flat:
+        top = torch.linalg.qr(torch.cat([block.double() @ top for block in blocks])).Q     # W v_i = s_i u_i
+    return values.clamp(min=0).sqrt().flip(0), top
+
+
+def principal_mask(W, U, share):
+    """The `share` largest entries of the rank-k approximation U U^T W: (m, n) bool."""
+    U = U.to(W.dtype)
+    size = (U @ (U.T @ W)).abs().flatten()
+    top = size.topk(max(1, int(share * W.numel())), sorted=False).indices
+    return torch.zeros_like(size, dtype=torch.bool).index_fill_(0, top, True).view_as(W)
+
+
+@torch.no_grad()
 def matrix_drift(before, after, k=64, share=0.1, threshold=1e-3):
-    """How far one weight matrix moved. Both (m, n); computed in float32.
+    """How far one weight matrix moved. Both (m, n), taken as float32.
 
     Returns:
         dict of floats: spectral_shift |s1 - s0| / |s0| of the singular values; angle_mean and
@@ -865,23 +914,19 @@ def matrix_drift(before, after, k=64, share=0.1, threshold=1e-3):
         changed_in_mask, the share of those inside the first principal mask; update |dW| / |W0|.
     """
     W0, W1 = before.float(), after.float()
-    (U0, s0, V0), (U1, s1, V1) = (torch.linalg.svd(W, full_matrices=False) for W in (W0, W1))
-    k = min(k, len(s0))
-    count = max(1, int(share * W0.numel()))
-    masks = []
-    for U, s, V in ((U0, s0, V0), (U1, s1, V1)):
-        top = ((U[:, :k] * s[:k]) @ V[:k]).abs().flatten().topk(count).indices
-        masks.append(torch.zeros(W0.numel(), dtype=torch.bool).index_fill_(0, top.cpu(), True).view_as(W0.cpu()))
+    k = min(k, *W0.shape)
+    (s0, U0), (s1, U1) = spectrum(W0, k), spectrum(W1, k)
+    masks = principal_mask(W0, U0, share), principal_mask(W1, U1, share)
     ### BEGIN SOLUTION T15
     shift = (s1 - s0).norm() / s0.norm()
-    angles = principal_angles(U0[:, :k], U1[:, :k])
+    angles = principal_angles(U0, U1)
     ### END SOLUTION
-    changed = ((W1 - W0).abs() > threshold * torch.maximum(W0.abs(), W1.abs())).cpu()
+    changed = (W1 - W0).abs() > threshold * torch.maximum(W0.abs(), W1.abs())
     return {
         "spectral_shift": shift.item(),
         "angle_mean": angles.mean().item(),
         "angle_max": angles.max().item(),
-        "mask_overlap": (masks[0] & masks[1]).sum().item() / count,
+        "mask_overlap": (masks[0] & masks[1]).sum().item() / masks[0].sum().item(),
         "changed": changed.float().mean().item(),
         "changed_in_mask": (changed & masks[0]).sum().item() / max(1, changed.sum().item()),
         "update": ((W1 - W0).norm() / W0.norm()).item(),
@@ -891,26 +936,27 @@ def matrix_drift(before, after, k=64, share=0.1, threshold=1e-3):
 def _matrices(model):
     """name -> a function that fetches the matrix, of a module or of a folder of safetensors."""
     if isinstance(model, torch.nn.Module):
-        return {n: (lambda p=p: p.detach()) for n, p in model.named_parameters() if p.ndim == 2}
+        whole = lambda p: p.detach().full_tensor() if hasattr(p, "full_tensor") else p.detach()     # sharded, or not  # noqa: E731
+        return {n: functools.partial(whole, p) for n, p in model.named_parameters() if p.ndim == 2}
     from safetensors import safe_open
+
+    def fetch(file, name):
+        with safe_open(file, framework="pt") as weights:
+            return weights.get_tensor(name)
 
     found = {}
     for file in sorted(Path(model).glob("*.safetensors")):
         with safe_open(file, framework="pt") as weights:
-            for name in weights.keys():
-                if len(weights.get_slice(name).get_shape()) == 2:
-                    def fetch(file=file, name=name):
-                        with safe_open(file, framework="pt") as weights:
-                            return weights.get_tensor(name)
-                    found[name] = fetch
+            names = [n for n in weights.keys() if len(weights.get_slice(n).get_shape()) == 2]
+        found |= {name: functools.partial(fetch, file, name) for name in names}
     return found
 
 
-def weight_drift(before, after, k=64):
-    """`matrix_drift` of every matrix (norms and biases excluded), one matrix in memory at a time.
+def weight_drift(before, after, k=64, device=None):
+    """`matrix_drift` of every matrix (norms and biases excluded), one pair of matrices in memory at a time.
 
     Args:
-        before, after: modules, or model folders with safetensors.
+        before, after: modules, or model folders with safetensors. device: where to compute; None: where they are.
     Returns:
         dict: name of the matrix -> its numbers, and "mean" -> their mean over the matrices.
     Raises:
@@ -918,24 +964,32 @@ def weight_drift(before, after, k=64):
     """
     first, second = _matrices(before), _matrices(after)
     if not first or first.keys() != second.keys():
-        raise ValueError(f"weight_drift: the models' matrices differ: {sorted(first.keys() ^ second.keys())[:3]}")
-    drift = {name: matrix_drift(first[name](), second[name](), k) for name in first}
+        differ = sorted(first.keys() ^ second.keys())[:3]
+        raise ValueError(f"weight_drift: the matrices of the models differ: {', '.join(differ) or 'there are none'}")
+    drift = {}
+    for name in first:
+        W0, W1 = first[name](), second[name]()
+        if W0.shape != W1.shape:
+            raise ValueError(f"weight_drift: {name} has the shapes {tuple(W0.shape)} and {tuple(W1.shape)}")
+        device = device or W1.device
+        drift[name] = matrix_drift(W0.to(device), W1.to(device), k)
     keys = next(iter(drift.values()))
     return drift | {"mean": {key: sum(d[key] for d in drift.values()) / len(drift) for key in keys}}
 
 
 def embed(model, tokenizer, texts, batch_size=32):
-    """Mean last hidden state of each text under a model: (len(texts), H) float32."""
-    rows = []
+    """Mean last hidden state of each text under a model: (len(texts), H) float32. Equal texts are read once."""
+    rows, places = [], {text: i for i, text in enumerate(sorted(set(texts), key=len))}
+    distinct = list(places)                                                # by length: little padding
     with evaluating(model):
-        for i in range(0, len(texts), batch_size):
-            ids = [tokenizer.encode(t, add_special_tokens=False) or [tokenizer.eos_token_id] for t in texts[i : i + batch_size]]
+        for i in range(0, len(distinct), batch_size):
+            ids = [tokenizer.encode(t, add_special_tokens=False) or [tokenizer.eos_token_id] for t in distinct[i : i + batch_size]]
             length = max(map(len, ids))
             batch = torch.tensor([x + [0] * (length - len(x)) for x in ids], device=model.device)
             mask = torch.tensor([[1] * len(x) + [0] * (length - len(x)) for x in ids], device=model.device)
             hidden = model.base_model(input_ids=batch, attention_mask=mask).last_hidden_state  # (n, L, H)
             rows.append(masked_mean(hidden.float(), mask.unsqueeze(-1).expand_as(hidden), dim=1))
-    return torch.cat(rows)
+    return torch.cat(rows)[[places[text] for text in texts]]
 
 
 def response_drift(base, tokenizer, before, after):
@@ -945,6 +999,7 @@ def response_drift(base, tokenizer, before, after):
     return torch.cosine_similarity(embed(base, tokenizer, before), embed(base, tokenizer, after), dim=-1)
 
 
+@torch.no_grad()
 def mmd(x, y):
     """Squared maximum mean discrepancy between two clouds of embeddings, (n, H) and (m, H).
 
@@ -981,115 +1036,392 @@ def format_matrix(tasks, R):
 
 
 def load_runs(folder):
-    """{variant: {"tasks", "rows", "steps"}} of a run folder, with or without variants, in order."""
-    folder, read = Path(folder), lambda path: path.read_text(encoding="utf-8")
+    """{name: run} of a run folder, with or without variants, in order; each has a matrix.json already.
+
+    A run is a dict: place and shared (its folder, and the one with the base's answers), tasks, rows, ood (tasks,
+    rows), steps (the lines of metrics.jsonl), and variant, setting and seed: what it is one of (see `grid` in continual.py).
+    """
+    folder, read = Path(folder), lambda path: json.loads(path.read_text(encoding="utf-8"))
+    known = {folder.name: {}}
     if not (folder / "matrix.json").exists() and (folder / "comparison.json").exists():
-        places = {name: folder / name for name in json.loads(read(folder / "comparison.json"))}
-    else:
-        places = {folder.name: folder}
+        known = read(folder / "comparison.json")
     runs = {}
-    for name, place in places.items():
+    for name, entry in known.items():
+        place = folder / name if entry else folder
         if not (place / "matrix.json").exists():
             raise ValueError(f"{place}: no matrix.json; is this the folder of a run?")
-        matrix, log = json.loads(read(place / "matrix.json")), place / "metrics.jsonl"
-        steps = [json.loads(line) for line in read(log).splitlines()] if log.exists() else []
-        runs[name] = {"tasks": matrix["tasks"], "rows": matrix["rows"], "steps": steps}
+        grid, log = dict(entry.get("grid", {})), place / "metrics.jsonl"
+        steps = [json.loads(line) for line in log.read_text(encoding="utf-8").splitlines()] if log.exists() else []
+        runs[name] = {"place": place, "shared": folder, "steps": steps, "ood": {"tasks": [], "rows": []}} | read(place / "matrix.json")
+        runs[name] |= {"variant": entry.get("variant", name), "seed": grid.pop("seed", None),
+                       "setting": ", ".join(f"{key} {value}" for key, value in grid.items())}
     return runs
 
 
-def _figures(runs, folder):
-    """Draw the three figures of a run into `folder`; returns their paths."""
-    import matplotlib
+def model_folder(name):
+    """The folder with a model's files: `name` itself, or where the hub's cache keeps it. Raises ValueError."""
+    if Path(name).is_dir():
+        return Path(name)
+    from transformers.utils import cached_file
 
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
-
-    tasks = next(iter(runs.values()))["tasks"]
-    styles = dict(zip(runs, STYLES * (1 + len(runs) // len(STYLES))))
-    line = lambda name: dict(zip(("color", "marker", "linestyle"), styles[name]), label=name)  # noqa: E731
-    paths = []
-
-    def finish(figure, name):
-        handles, labels = figure.axes[0].get_legend_handles_labels()
-        figure.legend(handles, labels, loc="outside upper center", ncols=min(4, len(labels)), frameon=False)
-        figure.savefig(folder / name, dpi=110)
-        plt.close(figure)
-        paths.append(folder / name)
-
-    figure, axes = plt.subplots(1, len(tasks), figsize=(2.6 * len(tasks) + 2, 3.4), sharey=True, layout="constrained", squeeze=False)
-    for j, (ax, task) in enumerate(zip(axes[0], tasks)):
-        for name, run in runs.items():
-            ax.plot([row[j] for row in run["rows"]], **line(name))
-        ax.axvline(j + 1, color="0.8", zorder=0)
-        ax.set(title=f"accuracy on {task}", xticks=range(len(tasks) + 1), ylim=(-0.03, 1.03))
-        ax.set_xticklabels(["base", *tasks], rotation=45, ha="right")
-    axes[0][0].set_ylabel("accuracy (one seed)")
-    finish(figure, "accuracy.png")
-
-    labels = {"reward": "mean reward", "divergence": "divergence\n(nats/token)", "loss": "loss"}
-    shown = [k for k in ("reward", "divergence") if any(k in s for run in runs.values() for s in run["steps"])] or ["loss"]
-    figure, axes = plt.subplots(len(shown), 1, figsize=(8, 0.8 + 2 * len(shown)), sharex=True, layout="constrained", squeeze=False)
-    axes = axes[:, 0]
-    for ax, key in zip(axes, shown):
-        for name, run in runs.items():
-            points = [(n, s[key]) for n, s in enumerate(run["steps"], 1) if s.get(key) is not None]
-            if points:
-                ax.plot(*zip(*points), **line(name) | {"marker": None})
-        ax.set_ylabel(labels[key])
-    longest = max(runs.values(), key=lambda run: len(run["steps"]))["steps"]
-    starts = [n for n, s in enumerate(longest) if n == 0 or s["stage"] != longest[n - 1]["stage"]]
-    for ax in axes:
-        for n in starts[1:]:
-            ax.axvline(n + 0.5, color="0.8", zorder=0)
-    for n in starts:
-        axes[0].text(n + 1, 1.02, longest[n]["task"], transform=axes[0].get_xaxis_transform(), fontsize=9, color="0.3")
-    axes[-1].set_xlabel("training step over the whole sequence")
-    finish(figure, "steps.png")
-
-    figure, ax = plt.subplots(figsize=(1.6 * len(tasks) + 2, 3.2), layout="constrained")
-    width = 0.8 / len(runs)
-    for i, (name, run) in enumerate(runs.items()):
-        places = [j + (i - (len(runs) - 1) / 2) * width for j in range(len(tasks))]
-        hatch = ("", "//", "..", "xx", "\\\\", "++", "oo", "--")[i % 8]
-        ax.bar(places, run["rows"][-1], width * 0.92, color=styles[name][0], hatch=hatch, edgecolor="white", label=name)
-    for j, base in enumerate(next(iter(runs.values()))["rows"][0]):
-        ax.hlines(base, j - 0.42, j + 0.42, color="black", linewidth=1.5, label="base" if j == 0 else None)
-    ax.set(xticks=range(len(tasks)), xticklabels=tasks, ylabel="final accuracy (one seed)", ylim=(0, 1.03))
-    finish(figure, "final.png")
-    return paths
+    try:
+        return Path(cached_file(name, "config.json", local_files_only=True)).parent
+    except (OSError, ValueError) as e:
+        raise ValueError(f"the model {name!r} isn't here any more: {one_line(e)}") from None
 
 
-def report(folder):
-    """Write report.md, its figures and comparison numbers of a run folder; returns report.md's path.
+def measure_drift(run):
+    """How far each stage of a run is from its base, from the saved models and answers; kept in the run's drift.json.
 
+    Returns:
+        dict: sets (the tasks, then those out of distribution), mmd (between their prompts, a matrix), and stages: for
+        each one weights (`weight_drift`'s mean) and similarity (for each set `response_drift`, a list).
+    Raises:
+        ValueError: a model or an answer is missing.
+    """
+    import yaml
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    place, device = run["place"], "cuda" if torch.cuda.is_available() else "cpu"
+    config = yaml.safe_load((place / "config.yaml").read_text(encoding="utf-8"))
+    base, sets = model_folder(config["model"]), run["tasks"] + run["ood"]["tasks"]
+    model = AutoModelForCausalLM.from_pretrained(base, use_safetensors=True).to(device)
+    tokenizer = AutoTokenizer.from_pretrained(base)
+
+    def answers(folder, label, key):
+        found = {t: [x for r in saved_answers(folder / "answers" / f"{label}-{t}.jsonl")[1] for x in r[key]] for t in sets}
+        if missing := [t for t in sets if not found[t]]:
+            raise ValueError(f"{folder}: no answers of {label} to task {missing[0]}")
+        return found
+
+    label = f"base-{config['seed']}"
+    prompts = [embed(model, tokenizer, answers(run["shared"], label, "prompt")[t]) for t in sets]
+    drift = {"sets": sets, "mmd": [[mmd(x, y) for y in prompts] for x in prompts], "stages": []}
+    before = answers(run["shared"], label, "responses")
+    for i, task in enumerate(run["tasks"][: len(run["rows"]) - 1], 1):
+        after = answers(place, f"stage-{i}", "responses")
+        drift["stages"].append({
+            "weights": weight_drift(base, place / f"stage-{i}-{task}", device=device)["mean"],
+            "similarity": {t: response_drift(model, tokenizer, before[t], after[t]).tolist() for t in sets},
+        })
+    (place / "drift.json").write_text(json.dumps(drift), encoding="utf-8")
+    return drift
+
+
+# What the figures show of a step's line, and their labels.
+COLLAPSE = {"reward": "mean reward", "divergence": "divergence\n(nats/token)", "teacher_accuracy": "teacher's accuracy",
+            "marks": "format marks\nper response", "loss": "loss"}
+DRIFT = {"spectral_shift": "spectral shift", "angle_mean": "principal angle\n(mean, degrees)",
+         "mask_overlap": "overlap of the\nprincipal mask", "update": "|ΔW| / |W|"}
+
+
+class _Canvas:
+    """How the figures of a run look: a panel for each setting of its grid, a line for each variant, a band over seeds."""
+
+    def __init__(self, runs, folder, measured):
+        import matplotlib
+
+        matplotlib.use("Agg")
+        import matplotlib.pyplot as plt
+
+        self.plt, self.folder, self.paths, self.measured = plt, folder, {}, measured
+        self.variants = list(dict.fromkeys(run["variant"] for run in runs.values()))
+        self.styles = dict(zip(self.variants, STYLES * (1 + len(self.variants) // len(STYLES))))
+        self.settings = list(dict.fromkeys(run["setting"] for run in runs.values()))
+        self.alike = {}                                                    # (setting, variant) -> its runs, one a seed
+        for run in runs.values():
+            self.alike.setdefault((run["setting"], run["variant"]), []).append(run)
+        first = next(iter(runs.values()))
+        self.tasks, self.ood = first["tasks"], first["ood"]["tasks"]
+        self.steps = list(itertools.accumulate(max(s["step"] for s in g) for _, g in itertools.groupby(
+            max((run["steps"] for run in runs.values()), key=len), key=lambda s: s["stage"])))    # where each stage ends
+        n = sorted({len(same) for same in self.alike.values()})
+        self.words = "one seed" if n == [1] else f"mean and range of {' or '.join(map(str, n))} seeds"
+
+    def axes(self, rows, columns, width, height, **options):
+        return self.plt.subplots(rows, columns, figsize=(width * columns + 1, height * rows + 1), layout="constrained",
+                                 squeeze=False, **options)
+
+    def finish(self, figure, name):
+        """Put one legend above all panels, and save."""
+        found = {}
+        for ax in figure.axes:
+            found |= {label: handle for handle, label in zip(*ax.get_legend_handles_labels()) if label not in found}
+        if found:
+            figure.legend(found.values(), found, loc="outside upper center", ncols=min(4, len(found)), frameon=False)
+        figure.savefig(self.folder / f"{name}.png", dpi=110)
+        self.plt.close(figure)
+        self.paths[name] = f"{name}.png"
+
+    def each(self, setting):
+        """(variant, its runs) under a setting."""
+        return [(v, self.alike[setting, v]) for v in self.variants if (setting, v) in self.alike]
+
+    def line(self, ax, variant, curves, **options):
+        """The mean of curves {x: y}, one a seed, over the x that all have, and the range between them."""
+        color, marker, dashes = self.styles[variant]
+        xs = sorted(set.intersection(*map(set, curves)))
+        columns = [[curve[x] for curve in curves] for x in xs]
+        if xs:
+            style = {"color": color, "marker": marker, "linestyle": dashes, "label": variant, "markersize": 4}
+            ax.plot(xs, [sum(c) / len(c) for c in columns], **style | options)
+        if xs and len(curves) > 1:
+            ax.fill_between(xs, list(map(min, columns)), list(map(max, columns)), color=color, alpha=0.15, linewidth=0)
+
+    def stages(self, axes):
+        """Grey lines between stages on axes that share their steps, the tasks' names above the first row."""
+        starts = [0, *self.steps[:-1]]
+        for ax in axes.flat:
+            for n in starts[1:]:
+                ax.axvline(n + 0.5, color="0.8", zorder=0)
+        for ax in axes[0]:
+            for n, task in zip(starts, self.tasks):
+                ax.text(n + 1, 1.02, task, transform=ax.get_xaxis_transform(), fontsize=8, color="0.3")
+        for ax in axes[-1]:
+            ax.set_xlabel("training step over the whole sequence")
+
+
+def _draw_accuracy(c):
+    figure, axes = c.axes(len(c.settings), len(c.tasks), 2.6, 2.6, sharey=True, sharex=True)
+    for row, setting in zip(axes, c.settings):
+        for j, (ax, task) in enumerate(zip(row, c.tasks)):
+            for variant, runs in c.each(setting):
+                c.line(ax, variant, [{i: r[j] for i, r in enumerate(run["rows"])} for run in runs])
+            ax.axvline(j + 1, color="0.8", zorder=0)
+            ax.set(xticks=range(len(c.tasks) + 1), ylim=(-0.03, 1.03))
+            ax.set_xticklabels(["base", *c.tasks], rotation=45, ha="right")
+            if row is axes[0]:
+                ax.set_title(f"accuracy on {task}")
+        row[0].set_ylabel(f"{setting}\naccuracy ({c.words})".strip())
+    c.finish(figure, "accuracy")
+
+
+def _relative(rows):
+    """{tasks learnt: percent by which the mean accuracy is above the base's} of a matrix's rows."""
+    means = [sum(row) / len(row) for row in rows]
+    return {i: 100 * (m / means[0] - 1) for i, m in enumerate(means)} if means and means[0] else {}
+
+
+def _draw_relative(c):
+    parts = [("tasks", lambda run: run["rows"])] + [("out of distribution", lambda run: run["ood"]["rows"])] * bool(c.ood)
+    figure, axes = c.axes(len(parts), len(c.settings), 3.6, 2.3, sharex=True, sharey="row")
+    for row, (words, rows) in zip(axes, parts):
+        for ax, setting in zip(row, c.settings):
+            for variant, runs in c.each(setting):
+                c.line(ax, variant, [_relative(rows(run)) for run in runs])
+            ax.axhline(0, color="0.6", linewidth=1, zorder=0)
+            if row is axes[0]:
+                ax.set_title(setting, fontsize=10)
+            if row is axes[-1]:
+                ax.set(xlabel="tasks learnt", xticks=range(len(c.tasks) + 1))
+        row[0].set_ylabel(f"{words}:\nchange to the base (%)")
+    figure.supylabel(f"mean accuracy, {c.words}", fontsize=9)
+    c.finish(figure, "relative")
+
+
+def _draw_final(c):
+    sets, n = c.tasks + c.ood, len(c.variants)
+    figure, axes = c.axes(len(c.settings), 1, max(6, 0.16 * n * len(sets) + 0.4 * len(sets)), 2.4, sharex=True)
+    for ax, setting in zip(axes[:, 0], c.settings):
+        last = lambda run: run["rows"][-1] + (run["ood"]["rows"] or [[]])[-1]  # noqa: E731
+        for i, (variant, runs) in enumerate(c.each(setting)):
+            columns = list(zip(*map(last, runs)))
+            places = [j + (i - (n - 1) / 2) * 0.84 / n for j in range(len(columns))]
+            means = [sum(x) / len(x) for x in columns]
+            spread = [[m - min(x) for m, x in zip(means, columns)], [max(x) - m for m, x in zip(means, columns)]]
+            hatch = ("", "//", "..", "xx", "\\\\", "++", "oo", "--")[c.variants.index(variant) % 8]
+            ax.bar(places, means, 0.78 / n, color=c.styles[variant][0], hatch=hatch, edgecolor="white", linewidth=0, label=variant,
+                   yerr=spread if len(runs) > 1 else None, error_kw={"linewidth": 0.8})
+        base = [run["rows"][0] + (run["ood"]["rows"] or [[]])[0] for _, runs in c.each(setting) for run in runs]
+        for j, values in enumerate(zip(*base)):
+            ax.hlines(sum(values) / len(values), j - 0.44, j + 0.44, color="black", linewidth=1.5, label="base" if j == 0 else None)
+        if c.ood:
+            ax.axvline(len(c.tasks) - 0.5, color="0.7", zorder=0)
+        ax.set(xticks=range(len(sets)), ylim=(0, 1.05), ylabel=f"{setting}\nfinal accuracy".strip())
+        ax.set_xticklabels(sets, rotation=20 if c.ood else 0, ha="right" if c.ood else "center")
+    figure.supxlabel(f"{c.words}; right of the grey line: out of distribution" if c.ood else c.words, fontsize=9)
+    c.finish(figure, "final")
+
+
+def _over_steps(run, key):
+    """{step over the whole sequence: value} of what the log says at some or all steps."""
+    return {n: s[key] for n, s in enumerate(run["steps"], 1) if s.get(key) is not None}
+
+
+def _draw_steps(c, name, labels):
+    """Numbers of metrics.jsonl over the steps, a row each; those that no step has are left out."""
+    logged = {key for same in c.alike.values() for run in same for s in run["steps"] for key in s if s[key] is not None}
+    labels = {key: words for key, words in labels.items() if key in logged}
+    if not labels:
+        return
+    figure, axes = c.axes(len(labels), len(c.settings), 7 if len(c.settings) == 1 else 4.2, 1.5, sharex=True, sharey="row")
+    for row, (key, words) in zip(axes, labels.items()):
+        for ax, setting in zip(row, c.settings):
+            for variant, runs in c.each(setting):
+                curves = [_over_steps(run, key) for run in runs]
+                c.line(ax, variant, curves, **({"marker": None} if len(curves[0]) > 40 else {}), linewidth=1.2)
+        row[0].set_ylabel(words, fontsize=9)
+    for ax, setting in zip(axes[0], c.settings):
+        ax.set_title(setting, fontsize=10, pad=16)
+    c.stages(axes)
+    figure.supylabel(c.words, fontsize=9)
+    c.finish(figure, name)
+
+
+def _draw_similarity(c):
+    """Split violins: how like the base's answers are those of the first variant (left halves) and each other one (right)."""
+    first, *others = c.variants
+    groups = [("tasks", c.tasks)] + [("out of distribution", c.ood)] * bool(c.ood)
+    if not others:
+        return
+    figure, axes = c.axes(len(c.settings), len(groups), 1.2 * len(others) + 1, 2.2, sharey=True, sharex=True)
+
+    def values(setting, variant, sets):
+        return [x for run in c.alike.get((setting, variant), []) for t in sets for x in run["drift"]["stages"][-1]["similarity"][t]]
+
+    for row, setting in zip(axes, c.settings):
+        for ax, (words, sets) in zip(row, groups):
+            for place, other in enumerate(others):
+                for variant, side in ((first, 0), (other, 1)):
+                    if not (found := values(setting, variant, sets)):
+                        continue
+                    body = ax.violinplot([found], [place], widths=0.9, showextrema=False, points=60, side=("low", "high")[side])["bodies"][0]
+                    body.set(facecolor=c.styles[variant][0], edgecolor="black", alpha=0.75, linewidth=0.6, hatch=("", "///")[side])
+                    middle = sorted(found)[len(found) // 2]
+                    ax.hlines(middle, place - 0.3 * (1 - side), place + 0.3 * side, color="black", linewidth=1.6)
+            ax.set(xticks=range(len(others)))
+            ax.set_xticklabels(others, rotation=30, ha="right")
+            if row is axes[0]:
+                ax.set_title(words, fontsize=10)
+        row[0].set_ylabel(f"{setting}\ncosine similarity".strip())
+    figure.suptitle(f"left halves: {first}; right halves: the variant below; lines: medians", fontsize=9)
+    c.finish(figure, "similarity")
+
+
+def _draw_distance(c):
+    """What a stage changed on every other set, against how far that set's prompts are from the stage's."""
+    figure, axes = c.axes(1, len(c.settings), 4, 3, sharex=True, sharey=True)
+    for ax, setting in zip(axes[0], c.settings):
+        for variant, runs in c.each(setting):
+            points = []
+            for run in runs:
+                rows = [a + b for a, b in zip(run["rows"], run["ood"]["rows"] or [[]] * len(run["rows"]))]
+                distance = run["drift"]["mmd"]
+                points += [(distance[i][j], rows[i + 1][j] - rows[i][j]) for i in range(len(rows) - 1) for j in range(len(distance)) if i != j]
+            points.sort()
+            color, marker, dashes = c.styles[variant]
+            ax.plot(*zip(*points), color=color, marker=marker, linestyle="", markersize=3, alpha=0.35)
+            quarter = -(-len(points) // 4)
+            quarters = [points[i : i + quarter] for i in range(0, len(points), quarter)]
+            mean = [[sum(x) / len(x) for x in zip(*part)] for part in quarters]
+            ax.plot(*zip(*mean), color=color, marker=marker, linestyle=dashes, label=variant)
+        ax.axhline(0, color="0.6", linewidth=1, zorder=0)
+        ax.set(xlabel="MMD² between the prompts", title=setting)
+    axes[0][0].set_ylabel(f"change of accuracy in a stage\n({c.words}; lines: quarters)")
+    c.finish(figure, "distance")
+
+
+def _draw_mmd(c, drift):
+    n = len(drift["sets"])
+    figure, axes = c.axes(1, 1, 0.62 * n + 1.4, 0.52 * n + 0.8)
+    ax, top = axes[0][0], max(map(max, drift["mmd"]))
+    image = ax.imshow(drift["mmd"], cmap="cividis", vmin=0)
+    for i, row in enumerate(drift["mmd"]):
+        for j, value in enumerate(row):
+            ax.text(j, i, f"{value:.2f}", ha="center", va="center", fontsize=7, color="white" if value < 0.55 * top else "black")
+    ax.set(xticks=range(n), yticks=range(n), yticklabels=drift["sets"])
+    ax.set_xticklabels(drift["sets"], rotation=40, ha="right")
+    figure.colorbar(image, label="MMD² between the base's embeddings of the prompts")
+    c.finish(figure, "mmd")
+
+
+READING = {
+    "relative": "Mean accuracy against the base in percent, over the tasks learnt: above on the tasks themselves, below on "
+                "sets that no stage trains. A line that falls loses what it, or the base, could do.",
+    "accuracy": "One panel a task, one line a variant; the grey line marks the stage that trains the task. Left of "
+                "it a line shows transfer from other tasks, right of it a fall is forgetting.",
+    "final": "Accuracy after the last stage. The black line is the base: a bar below it lost what the base could do.",
+    "drift": "How far the weights are from the base's, means over all matrices: singular values, directions, where the large "
+             "entries stand, and all together. Overlap falls, the others rise; compare methods at equal accuracy.",
+    "similarity": "Cosine between embeddings of an answer and of the base's to the same prompt from the same random numbers, "
+                  "after the last stage. Mass at 1 is answers that stayed; a longer tail downwards is more drift.",
+    "distance": "Each point is one stage's effect on one other set; the lines join the means of the four quarters by distance. "
+                "Above 0 a stage helped, below 0 it harmed.",
+    "mmd": "How far apart the sets' prompts lie for the base: 0 for the same, more for less alike. It depends on the words of "
+           "the prompts as much as on the skill.",
+    "steps": "Divergence that falls while reward falls too is a teacher following its student into collapse; so are format "
+             "marks that multiply. The teacher's accuracy is with a right demonstration in its prompt, on test prompts.",
+}
+
+
+def _mean_and_range(values):
+    mean = sum(values) / len(values)
+    return f"{mean:.3f}" if len(values) == 1 else f"{mean:.3f} ({min(values):.3f} to {max(values):.3f})"
+
+
+def _summary(c):
+    """The table of a report: a row for each variant and setting, means over seeds with their range."""
+    columns = ["average", "gain", "forgetting", "backward transfer"] + ["out of distribution"] * bool(c.ood)
+    columns += ["spectral shift", "similarity"] * c.measured
+    settings = len(c.settings) > 1
+    lines = ["| variant | " + "setting | " * settings + " | ".join([*(f"last: {t}" for t in c.tasks), *columns]) + " |"]
+    lines.append("| --- |" + " --- |" * settings + " ---: |" * (len(c.tasks) + len(columns)))
+    for setting in c.settings:
+        for variant, runs in c.each(setting):
+            cells = []
+            for run in runs:
+                m, last = continual_metrics(run["rows"]), run["drift"]["stages"][-1] if c.measured else {}
+                ood = [sum(run["ood"]["rows"][-1]) / len(c.ood)] if c.ood else []
+                alike = [x for values in last.get("similarity", {}).values() for x in values]
+                drift = [last["weights"]["spectral_shift"], sum(alike) / len(alike)] if c.measured else []
+                cells.append([*m["last"], m["average"], m["gain"], m["forgetting"], m["backward_transfer"], *ood, *drift])
+            lines.append(f"| {variant} | " + f"{setting} | " * settings + " | ".join(map(_mean_and_range, zip(*cells))) + " |")
+    return lines
+
+
+def report(folder, again=True):
+    """Write report.md and its figures of a run folder; returns report.md's path.
+
+    Args:
+        again: measure drift anew from the saved models; else only where no drift.json is.
     Raises:
         ValueError: the folder holds no run.
     """
-    folder, runs = Path(folder), load_runs(folder)
-    figures = {path.stem: path.name for path in _figures(runs, folder)}
-    tasks = next(iter(runs.values()))["tasks"]
-    text = [f"# Report of {folder.name}", ""]
-    text += ["Sampled accuracy on each task's test rows. One seed: a difference of a few points may be noise.", ""]
-    text += ["| variant | " + " | ".join(f"last: {t}" for t in tasks) + " | average | gain | forgetting | backward transfer |"]
-    text += ["| --- |" + " ---: |" * (len(tasks) + 4)]
+    folder, runs, missing = Path(folder), load_runs(folder), ""
+    for run in tqdm(runs.values(), desc="drift", leave=False, disable=len(runs) == 1):
+        kept = run["place"] / "drift.json"
+        try:
+            run["drift"] = measure_drift(run) if again or not kept.exists() else json.loads(kept.read_text(encoding="utf-8"))
+        except (OSError, ValueError) as e:                                 # a stage's model is large, and may be gone
+            missing = f"Drift wasn't measured: {one_line(e)}."
+            break
+    c = _Canvas(runs, folder, measured=not missing)
+    _draw_relative(c)
+    _draw_accuracy(c)
+    _draw_final(c)
+    _draw_steps(c, "drift", DRIFT)
+    if c.measured:
+        _draw_similarity(c)
+        _draw_distance(c)
+        _draw_mmd(c, next(iter(runs.values()))["drift"])
+    _draw_steps(c, "steps", COLLAPSE)
+    text = [f"# Report of {folder.name}", "", f"Sampled accuracy on each task's test rows, {c.words}."
+            + " A difference of a few points may be noise." * (c.words == "one seed"), missing, "", *_summary(c)]
+    for name, file in c.paths.items():
+        text += ["", f"![{name}]({file})", "", READING[name]]
     for name, run in runs.items():
-        m = continual_metrics(run["rows"])
-        numbers = [*m["last"], m["average"], m["gain"], m["forgetting"], m["backward_transfer"]]
-        text.append(f"| {name} | " + " | ".join(f"{x:.3f}" for x in numbers) + " |")
-    reading = {
-        "accuracy": "One panel a task, one line a variant; the grey line marks the stage that trains the task. Left of "
-                    "it a line shows transfer from other tasks, right of it a fall is forgetting.",
-        "steps": "Above, the mean reward of each step's samples; below, the divergence between student and teacher. "
-                 "Divergence that falls while reward falls too is a teacher following its student into collapse.",
-        "final": "Accuracy after the last stage. The black line is the base: a bar below it lost what the base could do.",
-    }
-    for key, name in figures.items():
-        text += ["", f"![{key}]({name})", "", reading[key]]
-    for name, run in runs.items():
-        text += ["", f"## {name}", "", format_matrix(tasks, run["rows"])]
+        text += ["", f"## {name}", "", format_matrix(run["tasks"], run["rows"])]
     path = folder / "report.md"
     path.write_text("\n".join(text) + "\n", encoding="utf-8")
     return path
+
+
+def compare(before, after):
+    """The weight drift between two model folders as a table, a line for each matrix."""
+    drift = weight_drift(before, after, device="cuda" if torch.cuda.is_available() else None)
+    wide, keys = max(map(len, drift)), list(drift["mean"])
+    lines = [" " * wide + "".join(f"{key:>16}" for key in keys)]
+    return "\n".join(lines + [f"{name:<{wide}}" + "".join(f"{numbers[key]:>16.3g}" for key in keys) for name, numbers in drift.items()])
 
 
 # ------------------------------------------------------------------------------------------------
@@ -1588,17 +1920,19 @@ MATH = Child(math_server)
 
 
 # ------------------------------------------------------------------------------------------------
-# python eval.py RUN
+# python eval.py RUN, python eval.py A B
 # ------------------------------------------------------------------------------------------------
 
 
 def main(argv):
-    """python eval.py RUN: draw a run's report again."""
-    if len(argv) != 1:
-        print("usage: python eval.py RUN        (the out_dir of a run)")
+    """python eval.py RUN: measure a run's drift and draw its report again. python eval.py A B: compare two models."""
+    if len(argv) not in (1, 2):
+        print("usage: python eval.py RUN        (the out_dir of a run)\n       python eval.py A B        (two model folders)")
         return 2
     try:
-        print(f"wrote {report(argv[0])}")
+        if missing := [name for name in argv if not Path(name).is_dir()]:
+            raise ValueError(f"there is no folder {missing[0]}")
+        print(f"wrote {report(argv[0])}" if len(argv) == 1 else compare(*argv))
     except ValueError as e:
         print(f"error: {e}", file=sys.stderr)
         return 2

@@ -1,4 +1,4 @@
-"""Make everything the tiny experiment starts from: four tasks, a tokenizer, a random model and two pretraining files.
+"""Make everything the tiny experiment starts from: tasks, a tokenizer, a random model and two pretraining files.
 
     python configs/tiny/make.py                                  # this script: seconds
     python continual.py --config configs/tiny/base.yaml          # trains the base from them: minutes
@@ -6,10 +6,18 @@
 
 The tasks stand in for the four domains of the real study, small enough for a model of 0.4 M parameters:
 
-    math      sums and differences of small numbers      ...\\boxed{85}
-    science   four-option questions on invented minerals <answer>\\nB\\n</answer>
+    math      sums and differences of small numbers      <think>\\n...\\n</think>\\n\\boxed{85}
+    science   four-option questions on invented minerals <think>\\n...\\n</think>\\n<answer>\\nB\\n</answer>
     tool      pick one of three tools and fill it in     Action: ...\\nAction Input: {...}
     code      one-line Python functions, with tests      a fenced python block
+
+Six sets out of distribution are only ever measured: the base knows them as it knows the tasks, and no stage trains them.
+
+    math-reworded, code-reworded   the same questions in other words
+    math-large                     larger numbers
+    science-boxed                  another answer format
+    tool-elsewhere                 other names, cities and things
+    backwards                      another skill: words in reverse order
 
 Pretraining on `pretrain/clean.jsonl` teaches every skill, and how to use a demonstration or feedback placed in the
 prompt. `pretrain/noisy.jsonl` then makes the model unsure: a good third of its plain answers are plausible mistakes, so
@@ -22,26 +30,31 @@ import random
 import re
 from collections import Counter
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, Callable
 
-from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
+from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM, set_seed
 
 SEED = 0
 TEST_ROWS, TRAIN_ROWS = 96, 512  # per task
+SHIFTED_ROWS = 48  # per set out of distribution
 CLEAN_ROWS, NOISY_ROWS = 64_000, 24_000
 CLEAN_SHARES = (0.35, 0.35, 0.15, 0.15)  # of the tasks: math and science are slower to learn
 NOISY_SHARES = (0.25, 0.25, 0.25, 0.25)
+SHIFTED_SHARE = 0.25  # of the rows of a task that are of a set out of distribution which is derived from it
 DEMONSTRATION_SHARE, FEEDBACK_SHARE = 0.35, 0.10
+STRIPPED_SHARE = 0.50  # of the demonstrations, those without their thinking
 FALSE_SHARE = 0.50  # of the demonstrations; see pretraining_rows
 WRONG_SHARE, WRONG_AFTER_FEEDBACK = 0.38, 0.25  # of the noisy rows; feedback helps, but does not settle the matter
 BROKEN_SHARE = 0.05  # of the wrong answers, those that break the format instead
-VOCABULARY = 560  # 256 bytes and about 300 words
+VOCABULARY = 640  # 256 bytes and about 380 words
 
 AGAIN = "\n\nCorrectly solve the original question."
 WITH_DEMONSTRATION = "{}\nCorrect solution:\n\n{}" + AGAIN
 WITH_FEEDBACK = "{}\nThe following is feedback from your unsuccessful earlier attempt:\n\n{}" + AGAIN
+THINKING = ("<think>", "</think>")  # a token each, as in Qwen3
 CHAT_TEMPLATE = (
     "{% for message in messages %}<|im_start|>{{ message['role'] }}\n{{ message['content'] }}<|im_end|>\n{% endfor %}"
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
@@ -67,20 +80,28 @@ NAMES = "Anna Ben Carl Dora Emil Fay Gus Hana".split()
 ITEMS = "apples books coins eggs pens shells".split()
 
 
-def math_problem(rng: random.Random) -> Problem:
-    a, b = rng.randint(10, 29), rng.randint(2, 9)
+def think(working: str) -> str:
+    return f"<think>\n{working}\n</think>\n"
+
+
+def math_problem(rng: random.Random, large: bool = False, reworded: bool = False) -> Problem:
+    a, b = rng.randint(*(40, 59) if large else (10, 29)), rng.randint(2, 9)
     name, item = rng.choice(NAMES), rng.choice(ITEMS)
     kind = rng.choice(["sum", "difference", "gain", "loss", "two steps"])
     steps = [("+" if kind in ("sum", "gain", "two steps") else "-", b)]
     if kind == "two steps":
         steps.append(("-", rng.randint(2, 9)))
-    if kind == "gain":
-        text = f"{name} has {a} {item} and gets {b} more. How many {item} are there?"
-    elif kind == "loss":
-        text = f"{name} has {a} {item} and loses {b}. How many {item} are there?"
+    if kind in ("gain", "loss"):
+        story = {
+            ("gain", False): "{} has {} {} and gets {} more. How many {} are there?",
+            ("loss", False): "{} has {} {} and loses {}. How many {} are there?",
+            ("gain", True): "To the {1} {2} of {0} come {3} others. Count the {4}.",
+            ("loss", True): "Of the {1} {2} of {0} somebody takes {3}. Count the {4}.",
+        }[kind, reworded]
+        text = story.format(name, a, item, b, item)
     else:
         expression = f"{a}" + "".join(f" {sign} {number}" for sign, number in steps)
-        text = rng.choice(["What is {}?", "Compute {}."]).format(expression)
+        text = rng.choice(["Find the value of {}.", "{} makes what?"] if reworded else ["What is {}?", "Compute {}."]).format(expression)
 
     def work(slips: list[int]) -> list[tuple]:
         """Every step with its result; a slip in one step is carried into the next."""
@@ -99,7 +120,7 @@ def math_problem(rng: random.Random) -> Problem:
 
     def write(claim: list[tuple]) -> str:
         working = "\n".join(f"{value} {sign} {number} = {result}" for value, sign, number, result in claim)
-        return working + rng.choice(["\n", ", so "]) + f"\\boxed{{{claim[-1][-1]}}}"
+        return think(working) + rng.choice(["", "The answer is "]) + f"\\boxed{{{claim[-1][-1]}}}"
 
     truth = work([0] * len(steps))
     return Problem(
@@ -125,7 +146,7 @@ FACTS_RNG = random.Random(SEED)  # the world is invented, but fixed: training an
 FACTS = {(m, p): FACTS_RNG.choice(values) for m in MINERALS for p, (_, values) in PROPERTIES.items()}
 
 
-def science_problem(rng: random.Random) -> Problem:
+def science_problem(rng: random.Random, boxed: bool = False) -> Problem:
     mineral, property = rng.choice(list(FACTS))
     fact, (stem, values) = FACTS[mineral, property], PROPERTIES[property]
     options = [fact] + rng.sample([value for value in values if value != fact], 3)
@@ -137,21 +158,25 @@ def science_problem(rng: random.Random) -> Problem:
     def write(claim: str) -> str:
         # Saying the letter next to the value spares a model of three layers a look-up that it learns only slowly.
         reason = rng.choice(["The {} of {} is {}", "For {} of {} I know {}"]).format(property, mineral, claim)
-        return f"{reason} ({letter[claim]}).\n<answer>\n{letter[claim]}\n</answer>"
+        answer = f"\\boxed{{{letter[claim]}}}" if boxed else f"<answer>\n{letter[claim]}\n</answer>"
+        return think(f"{reason} ({letter[claim]}).") + answer
 
     return Problem(
-        question=f"{stem.format(mineral)}\n{lines}\nPut the letter in <answer> tags.",
+        question=f"{stem.format(mineral)}\n{lines}\nPut the letter in " + ("\\boxed{}." if boxed else "<answer> tags."),
         fields={"answer": letter[fact]},
         truth=fact,
         mistake=lambda: rng.choice([value for value in options if value != fact]),
         write=write,
-        broken=lambda response: response.replace("<answer>\n", "").replace("\n</answer>", ""),
+        broken=lambda response: response.replace("<answer>\n", "").replace("\n</answer>", "").replace("\\boxed", ""),
         feedback=lambda claim: f"The answer {letter[claim]} is wrong.",
     )
 
 
 # ---- tool use --------------------------------------------------------------------------------------------------------
 
+# Of the base's pretraining, and of no task's rows:
+FAR_NAMES, FAR_ITEMS = "Ivan Jana Kofi Lena".split(), "lemons maps nails ropes".split()
+FAR_CITIES = "Quito Seoul Accra Minsk Turin Sofia Miami Dakar".split()
 CITIES = "Oslo Rome Paris Cairo Lima Tokyo Delhi Bern".split()
 DAYS = "Monday Tuesday Friday Sunday".split()
 NUMBERS = list(range(2, 10))
@@ -167,9 +192,15 @@ TOOLS = {  # the parameters with the values they can take, and a request
 }
 
 
-def tool_problem(rng: random.Random) -> Problem:
+def tool_problem(rng: random.Random, elsewhere: bool = False) -> Problem:
+    far = [(NAMES, FAR_NAMES), (ITEMS, FAR_ITEMS), (CITIES, FAR_CITIES), (CITIES[:4], FAR_CITIES[:4]), (CITIES[4:], FAR_CITIES[4:])]
+
+    def parameters(tool: str) -> dict[str, list]:
+        found = TOOLS[tool][0]
+        return {name: next((f for near, f in far if elsewhere and near == values), values) for name, values in found.items()}
+
     def arguments(tool: str) -> dict[str, Any]:
-        return {name: rng.choice(values) for name, values in TOOLS[tool][0].items()}
+        return {name: rng.choice(values) for name, values in parameters(tool).items()}
 
     offered = rng.sample(list(TOOLS), 3)
     tool = rng.choice(offered)
@@ -180,7 +211,7 @@ def tool_problem(rng: random.Random) -> Problem:
         if rng.random() < 0.4:  # the wrong tool
             other = rng.choice([name for name in offered if name != tool])
             return (other, {name: truth[1].get(name, value) for name, value in arguments(other).items()})
-        name, values = rng.choice(list(TOOLS[tool][0].items()))  # the right one with a wrong value
+        name, values = rng.choice(list(parameters(tool).items()))  # the right one with a wrong value
         return (tool, truth[1] | {name: rng.choice([value for value in values if value != truth[1][name]])})
 
     def write(claim: tuple) -> str:
@@ -241,7 +272,7 @@ SHAPES = {  # by parameters: the words of the task and the Python; k stands for 
 }
 
 
-def code_problem(rng: random.Random) -> Problem:
+def code_problem(rng: random.Random, reworded: bool = False) -> Problem:
     name, parameters = rng.choice(FUNCTIONS), rng.choice(list(SHAPES))
     words, shape = rng.choice(list(SHAPES[parameters].items()))
     constants = range(2, 7) if parameters in "sv" else NUMBERS  # the texts and lists of the tests are seven long
@@ -277,7 +308,8 @@ def code_problem(rng: random.Random) -> Problem:
         return "Failed: " + next(t for t, w, g in zip(tests, values(truth), values(expression)) if w != g)
 
     return Problem(
-        question=f"Write a Python function {name}({parameters}) that returns {fill(words, constant)}.",
+        question=(f"Python: define {name}({parameters}) so that it gives back {fill(words, constant)}." if reworded
+                  else f"Write a Python function {name}({parameters}) that returns {fill(words, constant)}."),
         fields={"tests": tests},
         truth=truth,
         mistake=mistake,
@@ -287,17 +319,49 @@ def code_problem(rng: random.Random) -> Problem:
     )
 
 
+# ---- another skill ---------------------------------------------------------------------------------------------------
+
+WORDS = "lamps ships wires glass paint tools soap bricks".split()
+
+
+def backwards_problem(rng: random.Random) -> Problem:
+    words = rng.sample(WORDS, 3)
+
+    def mistake() -> list[str]:
+        while (wrong := rng.sample(words, 3)) == words[::-1]:
+            pass
+        return wrong
+
+    return Problem(
+        question=f"Say backwards: {' '.join(words)}",
+        fields={"answer": " ".join(words[::-1])},
+        truth=words[::-1],
+        mistake=mistake,
+        write=lambda claim: " ".join(claim),
+        broken=lambda response: response + ".",
+        feedback=lambda claim: f"The answer {' '.join(claim)} is wrong.",
+    )
+
+
 # ---- the files -------------------------------------------------------------------------------------------------------
 
 TASKS = {"math": math_problem, "science": science_problem, "tool": tool_problem, "code": code_problem}
+SHIFTED = {  # out of distribution: the task that each is derived from, and what makes its problems
+    "math-reworded": ("math", partial(math_problem, reworded=True)),
+    "math-large": ("math", partial(math_problem, large=True)),
+    "science-boxed": ("science", partial(science_problem, boxed=True)),
+    "tool-elsewhere": ("tool", partial(tool_problem, elsewhere=True)),
+    "code-reworded": ("code", partial(code_problem, reworded=True)),
+    "backwards": ("code", backwards_problem),  # derived from none; it takes some of the room of an easy one
+}
 
 
-def task_rows(name: str) -> list[dict]:
-    """Draw the test rows first, then training rows, no question twice."""
+def task_rows(name: str, make: Callable[[random.Random], Problem], count: int) -> list[dict]:
+    """Draw `count` rows, no question twice: test rows come first."""
     rng = random.Random(f"{SEED} {name}")
     rows: dict[str, dict] = {}
-    while len(rows) < TEST_ROWS + TRAIN_ROWS:
-        problem = TASKS[name](rng)
+    while len(rows) < count:
+        problem = make(rng)
         row = {"id": f"{name}-{len(rows):04d}", "prompt": problem.question}
         rows.setdefault(problem.question, row | problem.fields | {"reference": problem.write(problem.truth)})
     return list(rows.values())
@@ -309,7 +373,9 @@ def pretraining_rows(count: int, noisy: bool, held_out: set[str]) -> list[dict]:
     shares = NOISY_SHARES if noisy else CLEAN_SHARES
     rows: list[dict] = []
     while len(rows) < count:
-        problem = TASKS[rng.choices(list(TASKS), weights=shares)[0]](rng)
+        task = rng.choices(list(TASKS), weights=shares)[0]
+        shifted = [make for derived, make in SHIFTED.values() if derived == task]
+        problem = (rng.choice(shifted) if rng.random() < SHIFTED_SHARE else TASKS[task])(rng)
         if problem.question in held_out:
             continue
         kind, prompt, claim, wrong = rng.random(), problem.question, problem.truth, False
@@ -319,7 +385,10 @@ def pretraining_rows(count: int, noisy: bool, held_out: set[str]) -> list[dict]:
             # where it could as well work out the answer, which will be of no use to it once its answers are noisy.
             if rng.random() < FALSE_SHARE:
                 claim = problem.mistake()
-            prompt = WITH_DEMONSTRATION.format(prompt, problem.write(claim))
+            shown = problem.write(claim)
+            if rng.random() < STRIPPED_SHARE:
+                shown = re.sub("<think>.*</think>\n", "", shown, flags=re.DOTALL)
+            prompt = WITH_DEMONSTRATION.format(prompt, shown)
         elif kind < DEMONSTRATION_SHARE + FEEDBACK_SHARE:
             earlier = problem.mistake()
             prompt = WITH_FEEDBACK.format(prompt, problem.feedback(earlier))
@@ -351,7 +420,7 @@ def make_tokenizer(texts: list[str]) -> PreTrainedTokenizerFast:
         [pre_tokenizers.Split(pieces, "isolated"), pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)]
     )
     special = ["<|pad|>", "<|im_start|>", "<|im_end|>"]
-    tokens = special + sorted(pre_tokenizers.ByteLevel.alphabet()) + ["system", "user", "assistant"]
+    tokens = special + list(THINKING) + sorted(pre_tokenizers.ByteLevel.alphabet()) + ["system", "user", "assistant"]
     counts = Counter(piece for text in texts for piece, _ in split.pre_tokenize_str(text))
     ranked = sorted(counts, key=lambda piece: (-counts[piece], piece))
     tokens += [piece for piece in ranked if piece not in set(tokens)][: VOCABULARY - len(tokens)]
@@ -359,6 +428,7 @@ def make_tokenizer(texts: list[str]) -> PreTrainedTokenizerFast:
     tokenizer = Tokenizer(models.BPE(vocab=vocabulary, merges=[], ignore_merges=True))
     tokenizer.pre_tokenizer = split
     tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.add_tokens([AddedToken(mark, special=False) for mark in THINKING])
     return PreTrainedTokenizerFast(
         tokenizer_object=tokenizer,
         pad_token="<|pad|>",
@@ -397,10 +467,14 @@ def main() -> None:
     folder = Path(__file__).parent
     held_out: set[str] = set()
     for name in TASKS:
-        rows = task_rows(name)
+        rows = task_rows(name, TASKS[name], TEST_ROWS + TRAIN_ROWS)
         held_out |= {row["prompt"] for row in rows[:TEST_ROWS]}
         write_rows(folder / f"{name}-test.jsonl", rows[:TEST_ROWS])
         write_rows(folder / f"{name}-train.jsonl", rows[TEST_ROWS:])
+    for name, (_, make) in SHIFTED.items():
+        rows = task_rows(name, make, SHIFTED_ROWS)
+        held_out |= {row["prompt"] for row in rows}
+        write_rows(folder / f"{name}.jsonl", rows)
     (folder / "pretrain").mkdir(exist_ok=True)  # large, made anew at will, so not in the repository
     clean = pretraining_rows(CLEAN_ROWS, False, held_out)
     write_rows(folder / "pretrain" / "clean.jsonl", clean)
