@@ -1265,6 +1265,7 @@ def measure(player, tokenizer, tasks, config, answers, stop=lambda: None):
     """
     row, details = [], {}
     options = dataclasses.asdict(config.eval) | {"max_new_tokens": config.eval.max_new_tokens or config.max_new_tokens}
+    del options["probe_every"], options["probe_prompts"]
     weights = f"{answers.name}, from {config.model}, {config.optim.compute_dtype}"
     for task in tasks:
         file = answers.with_name(f"{answers.name}-{task.spec.name}.jsonl")

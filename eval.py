@@ -1088,21 +1088,21 @@ def measure_drift(run):
     model = AutoModelForCausalLM.from_pretrained(base, use_safetensors=True).to(device)
     tokenizer = AutoTokenizer.from_pretrained(base)
 
-    def answers(folder, label, key):
-        found = {t: [x for r in saved_answers(folder / "answers" / f"{label}-{t}.jsonl")[1] for x in r[key]] for t in sets}
+    def answers(folder, label):
+        found = {t: saved_answers(folder / "answers" / f"{label}-{t}.jsonl")[1] for t in sets}
         if missing := [t for t in sets if not found[t]]:
             raise ValueError(f"{folder}: no answers of {label} to task {missing[0]}")
         return found
 
-    label = f"base-{config['seed']}"
-    prompts = [embed(model, tokenizer, answers(run["shared"], label, "prompt")[t]) for t in sets]
+    responses = lambda records: [text for record in records for text in record["responses"]]  # noqa: E731
+    before = answers(run["shared"], f"base-{config['seed']}")
+    prompts = [embed(model, tokenizer, [record["prompt"] for record in before[t]]) for t in sets]
     drift = {"sets": sets, "mmd": [[mmd(x, y) for y in prompts] for x in prompts], "stages": []}
-    before = answers(run["shared"], label, "responses")
     for i, task in enumerate(run["tasks"][: len(run["rows"]) - 1], 1):
-        after = answers(place, f"stage-{i}", "responses")
+        after = answers(place, f"stage-{i}")
         drift["stages"].append({
             "weights": weight_drift(base, place / f"stage-{i}-{task}", device=device)["mean"],
-            "similarity": {t: response_drift(model, tokenizer, before[t], after[t]).tolist() for t in sets},
+            "similarity": {t: response_drift(model, tokenizer, responses(before[t]), responses(after[t])).tolist() for t in sets},
         })
     (place / "drift.json").write_text(json.dumps(drift), encoding="utf-8")
     return drift
@@ -1190,9 +1190,10 @@ def _draw_accuracy(c):
             ax.axvline(j + 1, color="0.8", zorder=0)
             ax.set(xticks=range(len(c.tasks) + 1), ylim=(-0.03, 1.03))
             ax.set_xticklabels(["base", *c.tasks], rotation=45, ha="right")
-            if row is axes[0]:
+            if ax.get_subplotspec().is_first_row():
                 ax.set_title(f"accuracy on {task}")
-        row[0].set_ylabel(f"{setting}\naccuracy ({c.words})".strip())
+        row[0].set_ylabel(f"{setting}\naccuracy".strip())
+    figure.supylabel(c.words, fontsize=9)
     c.finish(figure, "accuracy")
 
 
@@ -1210,9 +1211,9 @@ def _draw_relative(c):
             for variant, runs in c.each(setting):
                 c.line(ax, variant, [_relative(rows(run)) for run in runs])
             ax.axhline(0, color="0.6", linewidth=1, zorder=0)
-            if row is axes[0]:
+            if ax.get_subplotspec().is_first_row():
                 ax.set_title(setting, fontsize=10)
-            if row is axes[-1]:
+            if ax.get_subplotspec().is_last_row():
                 ax.set(xlabel="tasks learnt", xticks=range(len(c.tasks) + 1))
         row[0].set_ylabel(f"{words}:\nchange to the base (%)")
     figure.supylabel(f"mean accuracy, {c.words}", fontsize=9)
@@ -1291,7 +1292,7 @@ def _draw_similarity(c):
                     ax.hlines(middle, place - 0.3 * (1 - side), place + 0.3 * side, color="black", linewidth=1.6)
             ax.set(xticks=range(len(others)))
             ax.set_xticklabels(others, rotation=30, ha="right")
-            if row is axes[0]:
+            if ax.get_subplotspec().is_first_row():
                 ax.set_title(words, fontsize=10)
         row[0].set_ylabel(f"{setting}\ncosine similarity".strip())
     figure.suptitle(f"left halves: {first}; right halves: the variant below; lines: medians", fontsize=9)
@@ -1300,7 +1301,7 @@ def _draw_similarity(c):
 
 def _draw_distance(c):
     """What a stage changed on every other set, against how far that set's prompts are from the stage's."""
-    figure, axes = c.axes(1, len(c.settings), 4, 3, sharex=True, sharey=True)
+    figure, axes = c.axes(1, len(c.settings), max(4, 9 - 3 * len(c.settings)), 3, sharex=True, sharey=True)
     for ax, setting in zip(axes[0], c.settings):
         for variant, runs in c.each(setting):
             points = []
@@ -1317,7 +1318,8 @@ def _draw_distance(c):
             ax.plot(*zip(*mean), color=color, marker=marker, linestyle=dashes, label=variant)
         ax.axhline(0, color="0.6", linewidth=1, zorder=0)
         ax.set(xlabel="MMD² between the prompts", title=setting)
-    axes[0][0].set_ylabel(f"change of accuracy in a stage\n({c.words}; lines: quarters)")
+    axes[0][0].set_ylabel("change of accuracy in a stage")
+    figure.supxlabel("points: a stage, a set and a seed each; lines: means of their quarters by distance", fontsize=9)
     c.finish(figure, "distance")
 
 
@@ -1331,7 +1333,8 @@ def _draw_mmd(c, drift):
             ax.text(j, i, f"{value:.2f}", ha="center", va="center", fontsize=7, color="white" if value < 0.55 * top else "black")
     ax.set(xticks=range(n), yticks=range(n), yticklabels=drift["sets"])
     ax.set_xticklabels(drift["sets"], rotation=40, ha="right")
-    figure.colorbar(image, label="MMD² between the base's embeddings of the prompts")
+    ax.set_title("MMD² between the sets' prompts", fontsize=10)
+    figure.colorbar(image)
     c.finish(figure, "mmd")
 
 

@@ -29,6 +29,7 @@ BATCHES = ["method=sft", "eval.batch_size=2"]      # 8 test prompts: 4 batches a
 def tiny(tmp_path, *overrides, tasks=2):
     tree = yaml.safe_load(TINY.read_text())
     tree["tasks"] = [t | {"test_limit": 8, "steps": 3} for t in tree["tasks"][:tasks]]
+    del tree["ood"], tree["eval"]["probe_every"]                 # tests/test_report.py has them
     file = tmp_path / "config.yaml"
     file.write_text(yaml.safe_dump(tree))
     for name in ("tiny",):                                       # relative files are found beside the config
@@ -578,7 +579,7 @@ def test_sets_out_of_distribution_are_measured_and_never_trained_on(tmp_path, ev
     details = json.loads((tmp_path / "run" / "evaluation-2.json").read_text())
     assert matrix["ood"]["rows"][2] == [details["far-tool"]["accuracy"], details["far-code"]["accuracy"]]
     assert {line["task"] for line in log(tmp_path / "run")} == {"math", "science"}
-    answers = [(tmp_path / "run" / "answers" / f"base-far-{name}.jsonl").read_text().splitlines() for name in ("tool", "code")]
+    answers = [(tmp_path / "run" / "answers" / f"base-0-far-{name}.jsonl").read_text().splitlines() for name in ("tool", "code")]
     assert [len(lines) - 1 for lines in answers] == [5, 20]
 
 

@@ -44,6 +44,7 @@ CLEAN_ROWS, NOISY_ROWS = 64_000, 24_000
 CLEAN_SHARES = (0.35, 0.35, 0.15, 0.15)  # of the tasks: math and science are slower to learn
 NOISY_SHARES = (0.25, 0.25, 0.25, 0.25)
 SHIFTED_SHARE = 0.25  # of the rows of a task that are of a set out of distribution which is derived from it
+OTHER_SHARE = 0.08  # of all rows: the skill that is derived from no task
 DEMONSTRATION_SHARE, FEEDBACK_SHARE = 0.35, 0.10
 STRIPPED_SHARE = 0.50  # of the demonstrations, those without their thinking
 FALSE_SHARE = 0.50  # of the demonstrations; see pretraining_rows
@@ -352,7 +353,7 @@ SHIFTED = {  # out of distribution: the task that each is derived from, and what
     "science-boxed": ("science", partial(science_problem, boxed=True)),
     "tool-elsewhere": ("tool", partial(tool_problem, elsewhere=True)),
     "code-reworded": ("code", partial(code_problem, reworded=True)),
-    "backwards": ("code", backwards_problem),  # derived from none; it takes some of the room of an easy one
+    "backwards": (None, backwards_problem),
 }
 
 
@@ -373,9 +374,9 @@ def pretraining_rows(count: int, noisy: bool, held_out: set[str]) -> list[dict]:
     shares = NOISY_SHARES if noisy else CLEAN_SHARES
     rows: list[dict] = []
     while len(rows) < count:
-        task = rng.choices(list(TASKS), weights=shares)[0]
+        task = rng.choices(list(TASKS), weights=shares)[0] if rng.random() > OTHER_SHARE else None
         shifted = [make for derived, make in SHIFTED.values() if derived == task]
-        problem = (rng.choice(shifted) if rng.random() < SHIFTED_SHARE else TASKS[task])(rng)
+        problem = (rng.choice(shifted) if task is None or rng.random() < SHIFTED_SHARE else TASKS[task])(rng)
         if problem.question in held_out:
             continue
         kind, prompt, claim, wrong = rng.random(), problem.question, problem.truth, False
@@ -400,7 +401,7 @@ def pretraining_rows(count: int, noisy: bool, held_out: set[str]) -> list[dict]:
         response = problem.write(claim)
         if wrong and rng.random() < BROKEN_SHARE:
             response = problem.broken(response)
-        rows.append({"prompt": prompt, "reference": response})
+        rows.append({"prompt": prompt, "reference": response, "task": task})
     return rows
 
 
@@ -479,7 +480,7 @@ def main() -> None:
     clean = pretraining_rows(CLEAN_ROWS, False, held_out)
     write_rows(folder / "pretrain" / "clean.jsonl", clean)
     write_rows(folder / "pretrain" / "noisy.jsonl", pretraining_rows(NOISY_ROWS, True, held_out))
-    tokenizer = make_tokenizer([text for row in clean for text in row.values()])
+    tokenizer = make_tokenizer([text for row in clean for text in (row["prompt"], row["reference"])])
     make_model(tokenizer).save_pretrained(folder / "pretrain" / "init")
     tokenizer.save_pretrained(folder / "pretrain" / "init")
 
