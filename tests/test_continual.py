@@ -23,7 +23,7 @@ ROOT = Path(__file__).resolve().parent.parent
 TINY = ROOT / "configs" / "tiny.yaml"
 # Two tasks, a few steps, few rows: a whole sequence in a few seconds.
 SHORT = ["stage_steps=3", "prompts_per_step=4", "group_size=4", "save_every=1", "eval.samples=1", "variants=[]"]
-BATCHES = ["method=sft", "eval.batch_size=2"]      # 8 test prompts: 4 batches a task, 8 a row, 24 in a run of two stages
+BATCHES = ["method=sft", "eval.batch_size=2", "eval.max_new_tokens=12"]   # 8 test prompts: 4 batches a task, 8 a row, 24 in a run of two stages
 
 
 def tiny(tmp_path, *overrides, tasks=2):
