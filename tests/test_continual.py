@@ -597,8 +597,9 @@ def test_sets_out_of_distribution_are_measured_and_never_trained_on(tmp_path, ev
 # ---- the whole thing ---------------------------------------------------------------------------
 
 
-def test_command_line_from_end_to_end(tmp_path):
+def test_command_line_from_end_to_end(tmp_path, capsys):
     """Two variants over two tasks; every promised file is there, and the models open."""
+    import eval as evaluation
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     tiny(tmp_path)
@@ -621,5 +622,4 @@ def test_command_line_from_end_to_end(tmp_path):
         assert figure in text and (tmp_path / "run" / figure).stat().st_size > 5000
     redrawn = subprocess.run([sys.executable, str(ROOT / "eval.py"), str(tmp_path / "run")], capture_output=True, text=True)
     assert redrawn.returncode == 0 and "report.md" in redrawn.stdout
-    wrong = subprocess.run([sys.executable, str(ROOT / "eval.py"), str(tmp_path)], capture_output=True, text=True)
-    assert wrong.returncode == 2 and "is this the folder of a run?" in wrong.stderr
+    assert evaluation.main([str(tmp_path)]) == 2 and "is this the folder of a run?" in capsys.readouterr().err
