@@ -303,7 +303,7 @@ def _check_whole(c):
     rules = [
         (c.model.strip(), f"model: {c.model!r} isn't allowed; it must be a model's folder or hub id"),
         (c.out_dir.strip(), f"out_dir: {c.out_dir!r} isn't allowed; it must be a folder's path"),
-        (c.tasks, "tasks: at least one is needed"),
+        (c.tasks, "tasks: [] isn't allowed; there must be at least one"),
         (len(set(tasks)) == len(tasks), f"tasks: the names {tasks} must differ"),
         (len(set(variants)) == len(variants), f"variants: the names {variants} must differ"),
         (all(isinstance(v, list) and v and all(isinstance(x, str | int | float) for x in v) for v in c.grid.values()),
@@ -321,8 +321,10 @@ def _check_whole(c):
         (c.prompts_per_step % c.optim.updates_per_step == 0,
          f"optim.updates_per_step: {c.optim.updates_per_step} isn't allowed; "
          f"it must divide prompts_per_step, {c.prompts_per_step}"),
-        (c.method != "sft" or all(t.reference for t in c.tasks), "tasks: method sft needs a reference template in every task"),
     ]
+    rules += [(c.method != "sft" or t.reference,
+               f"tasks.{i}.reference: {t.reference!r} isn't allowed; method sft needs the template of a right answer")
+              for i, t in enumerate(c.tasks)]
     for fine, message in rules:
         if not fine:
             raise ConfigError(message)
@@ -1098,7 +1100,7 @@ def folder_lock(folder, name=".lock", wait=False):
         try:
             fcntl.flock(file, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
         except OSError:
-            raise ConfigError(f"out_dir: {folder} is in use by another process") from None
+            raise ConfigError(f"out_dir: {folder} is in use by another process, or its disk knows no locks") from None
         yield
 
 

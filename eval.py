@@ -1824,7 +1824,7 @@ def judge(request, control, calls):
         return texts
 
     def run_pair(tests):
-        folder, nothing = tempfile.mkdtemp(prefix="solution-"), os.open(os.devnull, os.O_RDWR)
+        folder, nothing = tempfile.mkdtemp(prefix=f"solution-{os.getpid()}-"), os.open(os.devnull, os.O_RDWR)
         if os.getuid() == 0:
             os.chown(folder, 65534, 65534)
         (ours, theirs), (report, told) = socket.socketpair(), os.pipe()

@@ -480,9 +480,9 @@ def _logps_cores(temperature, compiled):
         return s.gather(-1, tokens.unsqueeze(-1)).squeeze(-1), -(_exp(s) * s).sum(-1)
 
     def backward(z, tokens, grad):                                         # z becomes the loss's derivative in it
-        p = (z / temperature).softmax(-1)
-        one_hot = torch.zeros_like(p).scatter(-1, tokens.unsqueeze(-1), 1.0)
-        z.copy_((grad / temperature).unsqueeze(-1) * (one_hot - p))        # d log p_y / dz = one_hot(y) - p
+        s = (z / temperature).log_softmax(-1)                              # TorchInductor fails on softmax here (PyTorch 2.13)
+        one_hot = torch.zeros_like(s).scatter(-1, tokens.unsqueeze(-1), 1.0)
+        z.copy_((grad / temperature).unsqueeze(-1) * (one_hot - _exp(s)))  # d log p_y / dz = one_hot(y) - p
 
     return tuple(map(_compile, (forward, backward))) if compiled else (forward, backward)
 

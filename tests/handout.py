@@ -331,15 +331,16 @@ def check():
 
         # The solution; one task after another unlocked; one mistake after another made.
         cases = [(texts, tasks)]
-        for k in range(len(tasks) + 1):
-            cases.append(({name: stubbed(text, name, tasks[k:]) for name, text in texts.items()}, tasks))
+        for k in range(len(tasks)):                              # with all of them missing each test; then those at the border
+            modules = {name: stubbed(text, name, tasks[k:]) for name, text in texts.items()}
+            cases.append((modules, tasks[k - 1 : k + 1] if k else tasks))
         for task, _, before, after in MUTANTS:
             cases.append((mutated(texts, task, before, after), [task]))
         graded = grade([
             (_tree(place / str(n), modules), "--limit=0", "-m", " or ".join(chosen)) for n, (modules, chosen) in enumerate(cases)
         ])
 
-    unlocked = graded[1 : len(tasks) + 2]
+    unlocked = graded[1 : len(tasks) + 1]
     wrong += [f"solution: {row['name']}: {row['output']}" for row in graded[0] if row["score"] != row["max_score"]]
     for k, rows in enumerate(unlocked):
         for row in rows:
@@ -347,7 +348,7 @@ def check():
             if early != passed or not early and not _own_or_earlier(row):
                 wrong.append(f"with T1..T{k} unlocked: {row['name']}: {row['output'] or 'passes'}")
     print(f"{'task':<5}{'mistake':<46}caught by")
-    for (task, what, *_), rows in zip(MUTANTS, graded[len(tasks) + 2 :]):
+    for (task, what, *_), rows in zip(MUTANTS, graded[len(tasks) + 1 :]):
         caught = [row for row in rows if row["score"] < row["max_score"]]
         hidden = any(row["visibility"] != "visible" for row in caught)
         print(f"{task:<5}{what:<46}{len(caught)} of {len(rows)}{', hidden too' if hidden else ''}")

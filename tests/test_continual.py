@@ -23,7 +23,7 @@ ROOT = Path(__file__).resolve().parent.parent
 TINY = ROOT / "configs" / "tiny.yaml"
 # Two tasks, a few steps, few rows: a whole sequence in a few seconds.
 SHORT = ["stage_steps=3", "prompts_per_step=4", "group_size=4", "save_every=1", "eval.samples=1", "variants=[]"]
-BATCHES = ["method=sft", "eval.batch_size=2"]      # 8 test prompts: 4 batches a task, 8 a row, 24 in a run of two stages
+BATCHES = ["method=sft", "eval.batch_size=2", "eval.max_new_tokens=12"]   # 8 test prompts: 4 batches a task, 8 a row, 24 in a run of two stages
 
 
 def tiny(tmp_path, *overrides, tasks=2):
@@ -81,6 +81,9 @@ WRONG = [
     ("seed=-1", "seed: -1 isn't allowed; it must be 0 or more"),
     ("seed=" + 5000 * "9", "seed: '" + 199 * "9" + "... isn't a value that YAML knows"),
     ("stage_steps=0", "stage_steps: 0 isn't allowed; it must be at least 1"),
+    ("prompts_per_step=0", "prompts_per_step: 0 isn't allowed; it must be at least 1"),
+    ("keep_checkpoints=0", "keep_checkpoints: 0 isn't allowed; it must be at least 1"),
+    ("eval.samples=0", "eval.samples: 0 isn't allowed; it must be at least 1"),
     ("stage_steps=null", "stage_steps: None must be of type int"),
     ("save_every=0", "save_every: 0 isn't allowed; it must be at least 1"),
     ("method=ppo", "method: 'ppo' isn't allowed; it must be one of grpo, sdpo, sft"),
@@ -110,7 +113,7 @@ WRONG = [
     ("optim.beta2=1", "optim.beta2: 1.0 isn't allowed; it must be at least 0 and below 1"),
     ("optim.updates_per_step=3", "optim.updates_per_step: 3 isn't allowed; it must divide prompts_per_step, 16"),
     ("eval.top_p=0", "eval.top_p: 0.0 isn't allowed; it must be above 0 and at most 1"),
-    ("tasks=[]", "tasks: at least one is needed"),
+    ("tasks=[]", "tasks: [] isn't allowed; there must be at least one"),
     ("tasks=1", "tasks: 1 must be a list"),
     ("tasks=[1]", "tasks.0: 1 must be a mapping"),
     ("tasks.0.verifier=maths", "tasks.0.verifier: 'maths' isn't allowed; it must be one of math, mcq"),
@@ -122,6 +125,7 @@ WRONG = [
     ("tasks.1.name=math", "tasks: the names ['math', 'math', 'tool', 'code'] must differ"),
     ("tasks.0.name=../up", "tasks.0.name: '../up' isn't allowed; names become folders"),
     ("tasks.0.name=/etc", "tasks.0.name: '/etc' isn't allowed; names become folders"),
+    ("ood=[{name: ../up, path: x, verifier: math}]", "ood.0.name: '../up' isn't allowed; names become folders"),
     ("tasks.0.name='..'", "tasks.0.name: \"'..'\" isn't allowed; names become folders"),
     ("tasks.0.name=" + 101 * "n", "tasks.0.name: '" + 101 * "n" + "' isn't allowed; names become folders: 100 letters"),
     ("tasks.9.path=x", "override 'tasks.9.path=x': the file has no such place"),
@@ -165,10 +169,18 @@ def test_forty_wrong_configs():
     assert len(dict(WRONG)) >= 40
 
 
-@pytest.mark.parametrize("method", ["grpo", "sdpo"])
-def test_a_group_of_one_has_no_siblings(method, capsys):
-    assert main(["--config", str(TINY), f"method={method}", "group_size=1", "variants=[]"]) == 2
-    assert f"group_size: 1 isn't allowed; {method} compares siblings, so it must be at least 2" in capsys.readouterr().err
+@pytest.mark.parametrize("overrides, message", [
+    (["method=grpo", "group_size=1"], "group_size: 1 isn't allowed; grpo compares siblings, so it must be at least 2"),
+    (["method=sdpo", "group_size=1"], "group_size: 1 isn't allowed; sdpo compares siblings, so it must be at least 2"),
+    (["sdpo.teacher=live", "sdpo.init_from=x"], "sdpo.init_from: 'x' isn't allowed for a live teacher; it must be null"),
+    (["method=sft", "tasks.1.reference=null"], "tasks.1.reference: None isn't allowed; method sft needs the template of a right answer"),
+    (["device=cuda"], "device: 'cuda' isn't allowed here: PyTorch finds no CUDA device; auto takes the CPU"),
+], ids=str)
+def test_settings_that_do_not_go_together_or_not_here(tmp_path, monkeypatch, capsys, overrides, message):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(continual, "load_model", None)
+    assert main(["--config", str(TINY), f"out_dir={tmp_path / 'run'}", "variants=[]", *overrides]) == 2
+    assert capsys.readouterr().err == f"error: {TINY}: {message}\n"
 
 
 LAUGHS = "a0: &a0 [ha, ha, ha, ha, ha, ha, ha, ha, ha, ha]\n" + "".join(
@@ -586,8 +598,9 @@ def test_sets_out_of_distribution_are_measured_and_never_trained_on(tmp_path, ev
 # ---- the whole thing ---------------------------------------------------------------------------
 
 
-def test_command_line_from_end_to_end(tmp_path):
+def test_command_line_from_end_to_end(tmp_path, capsys):
     """Two variants over two tasks; every promised file is there, and the models open."""
+    import eval as evaluation
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     tiny(tmp_path)
@@ -610,5 +623,4 @@ def test_command_line_from_end_to_end(tmp_path):
         assert figure in text and (tmp_path / "run" / figure).stat().st_size > 5000
     redrawn = subprocess.run([sys.executable, str(ROOT / "eval.py"), str(tmp_path / "run")], capture_output=True, text=True)
     assert redrawn.returncode == 0 and "report.md" in redrawn.stdout
-    wrong = subprocess.run([sys.executable, str(ROOT / "eval.py"), str(tmp_path)], capture_output=True, text=True)
-    assert wrong.returncode == 2 and "is this the folder of a run?" in wrong.stderr
+    assert evaluation.main([str(tmp_path)]) == 2 and "is this the folder of a run?" in capsys.readouterr().err

@@ -236,8 +236,9 @@ def test_code_without_a_block():
 
 # ---- answers that nobody would give ------------------------------------------------------------
 
-KINDS = ["math", "mcq", "mcq_boxed", "tool", "exact", "code"]
-GOLD = {"math": gold("7"), "mcq": gold("B"), "mcq_boxed": gold("B"), "tool": gold(calls(("a", {"x": 1}))), "exact": gold("7"),
+KINDS = ["math", "mcq", "mcq_boxed", "tool", "tool_allowed", "exact", "code"]
+GOLD = {"math": gold("7"), "mcq": gold("B"), "mcq_boxed": gold("B"), "tool": gold(calls(("a", {"x": 1}))),
+        "tool_allowed": gold(calls(("a", {"x": [1]}))), "exact": gold("7"),
         "code": gold(tests=["assert f(1) == 2"])}
 FLOOD = {
     "100 MB in a line": 100_000_000 * "x",

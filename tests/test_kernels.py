@@ -492,6 +492,26 @@ def test_fused_in_bfloat16_stays_near_float64_and_keeps_the_weights_type(kind):
         assert (ours.grad - theirs.grad).norm() < 0.05 * theirs.grad.norm()
 
 
+@pytest.mark.filterwarnings("error:token kernel")
+@pytest.mark.parametrize("options", [
+    {"alpha": 0}, {"alpha": 0.3}, {"alpha": 1}, {"alpha": 0.5, "topk": 3}, {"alpha": 0.5, "topk": 3, "tail": False},
+    {"alpha": 1, "sampled": True}, {"alpha": 0.5, "teacher_mix": 0.3}], ids=str)
+def test_every_core_compiles_at_a_vocabulary_of_a_thousand(options):
+    """A core that the compiler refuses falls back with a warning; few words hide what fails with many."""
+    draw = lambda *shape, seed: normals(*shape, seed=seed).float()
+    h, W, teacher = draw(5, 4, seed=1), draw(1000, 4, seed=2), draw(5, 4, seed=3)
+    tokens, weights, old = torch.arange(5) * 199, torch.full((5,), 0.2), torch.full((5,), -7.0)
+    results = []
+    for compiled in (False, True):
+        x, w = h.clone().requires_grad_(), W.clone().requires_grad_()
+        loss, *_ = fused_token_kl(x, head(w), teacher, head(W), weights, tokens, chunk=4, compiled=compiled,
+                                  old_logps=old, is_clip=2.0, **options)
+        logps, _ = fused_token_logps(x, head(w), tokens, temperature=0.8, chunk=4, compiled=compiled)
+        results.append((loss, logps, *torch.autograd.grad(loss + logps @ weights, (x, w))))
+    for eager, ours in zip(*results):
+        torch.testing.assert_close(ours, eager)
+
+
 def test_without_a_compiler_it_warns_once_and_goes_on(monkeypatch):
     def broken(function, **_):
         def call(*args):
