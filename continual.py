@@ -1492,6 +1492,38 @@ def train_stage(model, player, tokenizer, tasks, config, state, place, folder, s
             stop()
 
 
+def prepare(config, loaded, say):
+    """(device, tokenizer, tasks) of one variant: what can be told of it without weights is told here. Raises ConfigError."""
+    world = rank()[1]
+    if config.prompts_per_step % (config.optim.updates_per_step * world):
+        raise ConfigError(f"prompts_per_step: {config.prompts_per_step} isn't allowed with {world} processes; it must be a multiple "
+                          f"of optim.updates_per_step times their number, {config.optim.updates_per_step * world}")
+    device = config.device if config.device != "auto" else "cuda" if torch.cuda.is_available() else "cpu"
+    if device == "cuda" and not torch.cuda.is_available():
+        raise ConfigError("device: 'cuda' isn't allowed here: PyTorch finds no CUDA device; auto takes the CPU")
+    tokenizer = load_tokenizer(config)
+    read = config.tasks, config.ood, config.max_prompt_tokens, config.rollout.chat_template, config.method == "sft"
+    key = repr((config.model, read))
+    loaded[key] = tasks = loaded.get(key) or load_tasks(config, tokenizer, say)
+    check_model(config, tokenizer)
+    return device, tokenizer, tasks
+
+
+def prepare_all(config, variants, loaded, say):
+    """A mistake in the last variant shows before the first one is trained. Raises ConfigError naming the variant."""
+    out = Path(config.out_dir)
+    for variant in variants:
+        own = variant_config(config, variant)
+        done = len(_noted(Path(own.out_dir) / "matrix.json").get("rows") or ()) == len(config.tasks) + 1
+        made_here = any(Path(p).resolve().is_relative_to(out.resolve()) for p in (own.model, own.sdpo.init_from) if p)
+        if done or made_here:                                              # by an earlier variant, perhaps: it can't be there yet
+            continue
+        try:
+            prepare(own, loaded, say)
+        except ConfigError as e:
+            raise ConfigError(f"variant {variant.name}: {e}") from None
+
+
 def run_variant(config, folder, shared, loaded, label, say=print):
     """Train one variant through all its tasks, from wherever it stands. Returns its matrix.
 
@@ -1512,17 +1544,7 @@ def run_variant(config, folder, shared, loaded, label, say=print):
     if rows := first_only(finished):
         say(f"{label}: finished before, in {folder}")
         return rows
-    if config.prompts_per_step % (config.optim.updates_per_step * world):
-        raise ConfigError(f"prompts_per_step: {config.prompts_per_step} isn't allowed with {world} processes; it must be a multiple "
-                          f"of optim.updates_per_step times their number, {config.optim.updates_per_step * world}")
-    device = config.device if config.device != "auto" else "cuda" if torch.cuda.is_available() else "cpu"
-    if device == "cuda" and not torch.cuda.is_available():
-        raise ConfigError("device: 'cuda' isn't allowed here: PyTorch finds no CUDA device; auto takes the CPU")
-    tokenizer = load_tokenizer(config)
-    read = config.tasks, config.ood, config.max_prompt_tokens, config.rollout.chat_template, config.method == "sft"
-    key = repr((config.model, read))
-    loaded[key] = tasks = loaded.get(key) or load_tasks(config, tokenizer, say)
-    check_model(config, tokenizer)
+    device, tokenizer, tasks = prepare(config, loaded, say)
     model = load_model(config.model, config, device)
     player = Player(model, config)
     model = shard(model, config) if world > 1 else model
@@ -1621,7 +1643,9 @@ def run(config, say=print, part=(1, 1)):
             first_only(lambda: held.enter_context(folder_lock(out)) and None)
         if config.variants:
             first_only(lambda: claim_folder(config, out))
-        for variant, kind, grid in planned(config)[part[0] - 1 :: part[1]] or [(None, None, None)] * (not config.variants):
+        mine = planned(config)[part[0] - 1 :: part[1]]
+        prepare_all(config, [variant for variant, *_ in mine], loaded, say)
+        for variant, kind, grid in mine or [(None, None, None)] * (not config.variants):
             own, name = (variant_config(config, variant), variant.name) if variant else (config, out.name)
             folder = Path(own.out_dir)
             if variant:                                                    # it could be another run's out_dir
