@@ -3,7 +3,7 @@
 A task is data: rows become examples (a chat and a gold answer), a verifier turns a response into a
 verdict. After each stage the model is measured on every task, which fills the matrix
 
-    R[i][j] = accuracy on task j after stage i,   row 0 is the base,   i = 1..K stages
+    R[i][j] = accuracy on task j after stage i,   row 0 is the base,   tasks and stages 1..K
 
     last               row K                            average    its mean
     gain               mean_j  R[j][j] - R[0][j]
@@ -832,8 +832,8 @@ def continual_metrics(R):
     """The header's numbers from a matrix.
 
     Args:
-        R: K + 1 rows (base first), each with an accuracy for each task; task j is trained in
-            stage j + 1. A sequence still running has fewer rows than tasks + 1.
+        R: K + 1 rows (base first), each with an accuracy for each task. A list counts from 0, the header's
+            tasks from 1: column j is trained in stage j + 1. A sequence still running has fewer rows than tasks + 1.
     Returns:
         dict: last (list), average, gain, forgetting, backward_transfer (0 for a single stage), and
         relative (rows like R, percent of the base; None where the base is 0).

@@ -1,7 +1,8 @@
 """GRPO: sample a group of answers to each prompt, and push towards those that beat their siblings.
 
-For each of P prompts the policy samples G responses; a verifier gives each a reward r. Then, with
-mean and std taken inside the group and rho_t = exp(log pi(y_t) - log pi_old(y_t)) per token,
+For each of P prompts the policy samples G responses (N = P G in all, T tokens long at most); a verifier
+gives each a reward r. Then, with mean and std taken inside the group of the G siblings, pi_old the policy
+that sampled, and rho_t = exp(log pi(y_t) - log pi_old(y_t)) per token,
 
     advantage   A     = r - mean(r)                      [ / (std(r) + eps)  if scale_by_std ]
     token loss  l_t   = -min( rho_t A, clip(rho_t, 1 - low, 1 + high) A )
@@ -143,9 +144,15 @@ def sample(logits, temperature, top_p=1.0, top_k=0, drawn=None):
 
 @torch.no_grad()
 def _decode(model, prompts, group_size, max_new_tokens, pad_id, ends, drawn, **sampling):
-    """Prefill each prompt once, repeat its cache for the group, then sample token by token with `drawn` (N, T).
+    """Prefill each prompt once, repeat its cache for the group, then sample token by token.
 
     Rows that have ended are dropped from the cache, so the last long response doesn't pay for all.
+
+    Args:
+        prompts: P lists of ids. ends: ids that end a response. drawn, sampling: see `sample`; drawn is (N, T), T =
+            max_new_tokens.
+    Returns:
+        ids (N, T), their log-probs (N, T), lengths (N,).
     """
     ids, mask = left_pad(prompts, pad_id, model.device)                    # (P, L)
     positions = (mask.cumsum(-1) - 1).clamp(min=0)
@@ -178,6 +185,210 @@ def _decode(model, prompts, group_size, max_new_tokens, pad_id, ends, drawn, **s
             input_ids=tokens[:, None], attention_mask=mask, position_ids=position, cache=cache, use_cache=True
         ).logits[:, -1]
     return response, logps, lengths
+
+
+def rollout(
+    model, tokenizer, prompts, group_size, max_new_tokens, temperature, *,
+    top_p=1.0, top_k=0, batch_size=0, template=None, seeds=None, engine="loop",
+):
+    """Sample `group_size` responses to each prompt.
+
+    A prompt's random numbers come from its own seed, so its responses don't depend on what else is
+    in the batch, or on which of several processes samples them.
+
+    The mask comes from lengths, never from token values: where padding and end token share an id,
+    the sampled end token still counts, and stopping is learnt.
+
+    Args:
+        model: causal language model of transformers. tokenizer: one with a chat template.
+        prompts: P chats (lists of messages). max_new_tokens: the longest response, T at most.
+        temperature: > 0, or 0 for the most likely token. top_p, top_k: 1 and 0 for no cut, which
+            training needs: the loss knows only the uncut distribution.
+        batch_size: responses sampled at once (whole groups, at least one), 0 for all. template: see `encode`.
+        seeds: P ints; None draws them from torch's global generator.
+        engine: "loop", which is `_decode`; or one of the appendix: "static", for the same responses, or "continuous",
+            which has one seed for all, taken from the first.
+    Returns:
+        Rollouts, N = P * group_size; logps is None where the engine has none.
+    Raises:
+        ValueError: no prompts, a group or response of no length, a temperature below 0, another engine.
+        FloatingPointError: the model's logits aren't finite.
+        RuntimeError: a response of continuous batching is missing, failed or too short.
+    """
+    if engine not in ENGINES:
+        raise ValueError(f"rollout: engine {engine!r} must be one of {', '.join(ENGINES)}")
+    if not prompts or group_size < 1 or max_new_tokens < 1 or temperature < 0:
+        raise ValueError(
+            f"rollout: {len(prompts)} prompts, group_size {group_size}, max_new_tokens {max_new_tokens}, "
+            f"temperature {temperature}: the first three must be at least 1, the last at least 0"
+        )
+    ids = [encode(tokenizer, messages, **(template or {})) for messages in prompts]
+    stops = stop_ids(model, tokenizer)
+    pad_id = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else stops[0]
+    ends = torch.tensor(stops, device=model.device)
+    at_once = max(1, batch_size // group_size) if batch_size else len(ids)
+    seeds = torch.randint(2**62, (len(ids),)).tolist() if seeds is None else seeds
+    drawn = torch.cat([                                                    # (N, T)
+        torch.rand(group_size, max_new_tokens, dtype=torch.float64, generator=torch.Generator().manual_seed(seed)) for seed in seeds
+    ]).to(model.device)
+    sampling = {"temperature": temperature, "top_p": top_p, "top_k": top_k}
+    if engine == "continuous":                                             # one queue, where an ended response makes room
+        at_once, sampling["at_once"] = len(ids), batch_size
+    with evaluating(model):
+        parts = [
+            ENGINES[engine](
+                model, ids[i : i + at_once], group_size, max_new_tokens, pad_id, ends,
+                drawn[i * group_size : (i + at_once) * group_size], **sampling,
+            )
+            for i in range(0, len(ids), at_once)
+        ]
+    response, logps, lengths = (None if x[0] is None else torch.cat(x) for x in zip(*parts))
+    if logps is not None and not logps.isfinite().all():                   # 0 in the padding
+        raise FloatingPointError("the model's logits aren't finite while it samples")
+    T = int(lengths.max())
+    response, logps = response[:, :T], None if logps is None else logps[:, :T]
+    mask = torch.arange(T, device=lengths.device) < lengths[:, None]       # (N, T)
+    last = response.gather(1, lengths[:, None] - 1).squeeze(1)
+    texts = [
+        tokenizer.decode(row[:n], skip_special_tokens=True, clean_up_tokenization_spaces=False)
+        for row, n in zip(response.tolist(), lengths.tolist())
+    ]
+    return Rollouts(ids, response, mask, logps, ~torch.isin(last, ends), texts)
+
+
+# ------------------------------------------------------------------------------------------------
+# Advantages: a response against its siblings
+# ------------------------------------------------------------------------------------------------
+
+
+def group_advantages(rewards, scale_by_std=False, eps=1e-6):
+    """A = r - mean(group), divided by the group's (std + eps) if `scale_by_std`.
+
+    A group of one, or of equal rewards, gets exactly 0. NaN rewards stay out of mean and std and
+    get 0: counting "not scored" as a reward of 0 would make it the best of a group of negatives.
+
+    Args:
+        rewards: (P, G) floats. scale_by_std: divide by the sample std (n - 1). eps: added to it.
+    Returns:
+        (P, G).
+    Raises:
+        ValueError: an infinite reward.
+    >>> group_advantages(torch.tensor([[1., 0., 0., 1.]])).tolist()
+    [[0.5, -0.5, -0.5, 0.5]]
+    """
+    rewards = rewards if rewards.is_floating_point() else rewards.float()
+    if rewards.isinf().any():
+        raise ValueError("group_advantages: a reward is infinite")
+    ### BEGIN SOLUTION T7
+    scored = ~rewards.isnan()                                              # (P, G)
+    mean = masked_mean(rewards, scored, dim=-1).unsqueeze(-1)              # (P, 1)
+    centred = torch.where(scored, rewards - mean, torch.zeros_like(rewards))
+    if scale_by_std:
+        freedom = (scored.sum(-1, keepdim=True) - 1).clamp(min=1)
+        centred = centred / ((centred.square().sum(-1, keepdim=True) / freedom).sqrt() + eps)
+    # Equal rewards: said exactly, since r - mean can round to 1e-8, and with eps = 0 it is 0 / 0.
+    low = rewards.masked_fill(~scored, torch.inf).amin(-1, keepdim=True)
+    high = rewards.masked_fill(~scored, -torch.inf).amax(-1, keepdim=True)
+    return centred.masked_fill((high <= low) | ~scored, 0.0)
+    ### END SOLUTION
+
+
+# ------------------------------------------------------------------------------------------------
+# The loss
+# ------------------------------------------------------------------------------------------------
+
+
+def token_weights(mask, aggregation="token_mean", total=None):
+    """How much each token counts, such that a loss is sum(weights * token losses).
+
+    The denominator belongs to the whole optimizer step: with `total` given, the losses of its
+    micro-batches add up to the loss of the step, however it is split.
+
+    Args:
+        mask: (N, T). aggregation: "token_mean" or "sequence_mean".
+        total: response tokens (token_mean) or responses (sequence_mean) of the whole step;
+            None takes this batch's.
+    Returns:
+        (N, T) float32.
+    Raises:
+        ValueError: another aggregation.
+    """
+    mask = mask.float()
+    if aggregation == "token_mean":
+        return mask / max(1.0, float(mask.sum() if total is None else total))
+    if aggregation == "sequence_mean":
+        lengths = mask.sum(-1, keepdim=True)                               # (N, 1)
+        return mask / lengths.clamp(min=1) / max(1.0, float((lengths > 0).sum() if total is None else total))
+    raise ValueError(f"aggregation {aggregation!r} must be token_mean or sequence_mean")
+
+
+# exp(20) is far beyond any clip and exp(89) is inf in float32, where 0 * inf would poison every weight.
+MAX_LOG_RATIO = 20.0
+
+
+def k3(logps, ref_logps):
+    """Schulman's estimate of KL(policy || reference), >= 0: exp(d) - d - 1, d = log ref - log policy. (...) -> (...).
+
+    The plain log-ratio has the right mean but a gradient of mean zero: as a penalty it does nothing.
+    """
+    ### BEGIN SOLUTION T9
+    d = (ref_logps - logps).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
+    return d.exp() - d - 1
+    ### END SOLUTION
+
+
+def grpo_loss(
+    logps, old_logps, advantages, mask, *,
+    clip_low=0.2, clip_high=0.28, dual_clip=3.0, aggregation="token_mean",
+    ref_logps=None, kl_coef=0.0, importance=None, total=None,
+):
+    """The clipped policy loss of the header.
+
+    Args:
+        logps: (N, T) of the policy, with gradient. old_logps: (N, T) at sampling time.
+        advantages: (N,), one for each response. mask: (N, T), 1 on response tokens.
+        clip_low, clip_high: the ratio's range is [1 - low, 1 + high]. dual_clip: c, or None.
+        aggregation, total: see `token_weights`.
+        ref_logps, kl_coef: (N, T) of the reference, and the k3 penalty's weight (0: none).
+        importance: (N, T), constant factors on the tokens' losses, for samples of a slightly different policy.
+    Returns:
+        loss (scalar), and a dict of floats that also add up over micro-batches: ratio, clipped
+        (share of tokens whose gradient the clip cut), ref_kl.
+    Raises:
+        ValueError: kl_coef without ref_logps, an unknown aggregation.
+    Source: DeepSeekMath (arXiv 2402.03300); asymmetric clip, DAPO (2503.14476); dual clip, 1912.09729.
+    """
+    if kl_coef and ref_logps is None:
+        raise ValueError("grpo_loss: kl_coef needs ref_logps")
+    weights = token_weights(mask, aggregation, total)                      # (N, T)
+    mask, A = mask.bool(), advantages.unsqueeze(-1)                        # (N, T), (N, 1)
+    # All (N, T): `ratio`; `losses`, before the penalty; `cut`, which is true where a clip stops the gradient.
+    ### BEGIN SOLUTION T8
+    # Masked before exp: whatever stands in the padding, its ratio is 1.
+    log_ratio = (logps - old_logps).masked_fill(~mask, 0.0)
+    ratio = log_ratio.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp()           # (N, T)
+    plain = -ratio * A
+    clipped = -ratio.clamp(1 - clip_low, 1 + clip_high) * A
+    losses = torch.maximum(plain, clipped)
+    cut = clipped > plain
+    if dual_clip is not None:
+        bound = -dual_clip * A                                             # positive where A < 0
+        cut = cut | ((A < 0) & (losses > bound))
+        losses = torch.where(A < 0, torch.minimum(losses, bound), losses)
+    ### END SOLUTION
+    if importance is not None:
+        losses = losses * importance
+    metrics = {"ratio": (weights * ratio).sum().item(), "clipped": (weights * cut).sum().item()}
+    if kl_coef:
+        penalty = k3(logps.masked_fill(~mask, 0.0), ref_logps.masked_fill(~mask, 0.0))
+        losses = losses + kl_coef * penalty
+        metrics["ref_kl"] = (weights * penalty).sum().item()
+    return (weights * losses).sum(), metrics
+
+
+# ------------------------------------------------------------------------------------------------
+# Appendix: two engines for a GPU. Nothing that follows needs them; `_decode` is the one to read
+# ------------------------------------------------------------------------------------------------
 
 
 def _grouped_attention(module, query, key, value, attention_mask, scaling=None, **_):
@@ -307,204 +518,6 @@ def _complete(results, group_size, T, stops):
 
 
 ENGINES = {"loop": _decode, "continuous": _decode_continuous, "static": _decode_static}
-
-
-def rollout(
-    model, tokenizer, prompts, group_size, max_new_tokens, temperature, *,
-    top_p=1.0, top_k=0, batch_size=0, template=None, seeds=None, engine="loop",
-):
-    """Sample `group_size` responses to each prompt.
-
-    A prompt's random numbers come from its own seed, so its responses don't depend on what else is
-    in the batch, or on which of several processes samples them.
-
-    The mask comes from lengths, never from token values: where padding and end token share an id,
-    the sampled end token still counts, and stopping is learnt.
-
-    Args:
-        model: causal language model of transformers. tokenizer: one with a chat template.
-        prompts: P chats (lists of messages). max_new_tokens: the longest response, T at most.
-        temperature: > 0, or 0 for the most likely token. top_p, top_k: 1 and 0 for no cut, which
-            training needs: the loss knows only the uncut distribution.
-        batch_size: responses sampled at once (whole groups, at least one), 0 for all. template: see `encode`.
-        seeds: P ints; None draws them from torch's global generator.
-        engine: "loop"; "static", for the same responses; "continuous", which has one seed for all, taken from the first.
-    Returns:
-        Rollouts, N = P * group_size; logps is None where the engine has none.
-    Raises:
-        ValueError: no prompts, a group or response of no length, a temperature below 0, another engine.
-        FloatingPointError: the model's logits aren't finite.
-        RuntimeError: a response of continuous batching is missing, failed or too short.
-    """
-    if engine not in ENGINES:
-        raise ValueError(f"rollout: engine {engine!r} must be one of {', '.join(ENGINES)}")
-    if not prompts or group_size < 1 or max_new_tokens < 1 or temperature < 0:
-        raise ValueError(
-            f"rollout: {len(prompts)} prompts, group_size {group_size}, max_new_tokens {max_new_tokens}, "
-            f"temperature {temperature}: the first three must be at least 1, the last at least 0"
-        )
-    ids = [encode(tokenizer, messages, **(template or {})) for messages in prompts]
-    stops = stop_ids(model, tokenizer)
-    pad_id = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else stops[0]
-    ends = torch.tensor(stops, device=model.device)
-    at_once = max(1, batch_size // group_size) if batch_size else len(ids)
-    seeds = torch.randint(2**62, (len(ids),)).tolist() if seeds is None else seeds
-    drawn = torch.cat([                                                    # (N, T)
-        torch.rand(group_size, max_new_tokens, dtype=torch.float64, generator=torch.Generator().manual_seed(seed)) for seed in seeds
-    ]).to(model.device)
-    sampling = {"temperature": temperature, "top_p": top_p, "top_k": top_k}
-    if engine == "continuous":                                             # one queue, where an ended response makes room
-        at_once, sampling["at_once"] = len(ids), batch_size
-    with evaluating(model):
-        parts = [
-            ENGINES[engine](
-                model, ids[i : i + at_once], group_size, max_new_tokens, pad_id, ends,
-                drawn[i * group_size : (i + at_once) * group_size], **sampling,
-            )
-            for i in range(0, len(ids), at_once)
-        ]
-    response, logps, lengths = (None if x[0] is None else torch.cat(x) for x in zip(*parts))
-    if logps is not None and not logps.isfinite().all():                   # 0 in the padding
-        raise FloatingPointError("the model's logits aren't finite while it samples")
-    T = int(lengths.max())
-    response, logps = response[:, :T], None if logps is None else logps[:, :T]
-    mask = torch.arange(T, device=lengths.device) < lengths[:, None]       # (N, T)
-    last = response.gather(1, lengths[:, None] - 1).squeeze(1)
-    texts = [
-        tokenizer.decode(row[:n], skip_special_tokens=True, clean_up_tokenization_spaces=False)
-        for row, n in zip(response.tolist(), lengths.tolist())
-    ]
-    return Rollouts(ids, response, mask, logps, ~torch.isin(last, ends), texts)
-
-
-# ------------------------------------------------------------------------------------------------
-# Advantages: a response against its siblings
-# ------------------------------------------------------------------------------------------------
-
-
-def group_advantages(rewards, scale_by_std=False, eps=1e-6):
-    """A = r - mean(group), divided by the group's (std + eps) if `scale_by_std`.
-
-    A group of one, or of equal rewards, gets exactly 0. NaN rewards stay out of mean and std and
-    get 0: counting "not scored" as a reward of 0 would make it the best of a group of negatives.
-
-    Args:
-        rewards: (P, G) floats. scale_by_std: divide by the sample std (n - 1). eps: added to it.
-    Returns:
-        (P, G).
-    Raises:
-        ValueError: an infinite reward.
-    >>> group_advantages(torch.tensor([[1., 0., 0., 1.]])).tolist()
-    [[0.5, -0.5, -0.5, 0.5]]
-    """
-    rewards = rewards if rewards.is_floating_point() else rewards.float()
-    if rewards.isinf().any():
-        raise ValueError("group_advantages: a reward is infinite")
-    ### BEGIN SOLUTION T7
-    scored = ~rewards.isnan()                                              # (P, G)
-    mean = masked_mean(rewards, scored, dim=-1).unsqueeze(-1)              # (P, 1)
-    centred = torch.where(scored, rewards - mean, torch.zeros_like(rewards))
-    if scale_by_std:
-        freedom = (scored.sum(-1, keepdim=True) - 1).clamp(min=1)
-        centred = centred / ((centred.square().sum(-1, keepdim=True) / freedom).sqrt() + eps)
-    # Equal rewards: said exactly, since r - mean can round to 1e-8, and with eps = 0 it is 0 / 0.
-    low = rewards.masked_fill(~scored, torch.inf).amin(-1, keepdim=True)
-    high = rewards.masked_fill(~scored, -torch.inf).amax(-1, keepdim=True)
-    return centred.masked_fill((high <= low) | ~scored, 0.0)
-    ### END SOLUTION
-
-
-# ------------------------------------------------------------------------------------------------
-# The loss
-# ------------------------------------------------------------------------------------------------
-
-
-def token_weights(mask, aggregation="token_mean", total=None):
-    """How much each token counts, such that a loss is sum(weights * token losses).
-
-    The denominator belongs to the whole optimizer step: with `total` given, the losses of its
-    micro-batches add up to the loss of the step, however it is split.
-
-    Args:
-        mask: (N, T). aggregation: "token_mean" or "sequence_mean".
-        total: response tokens (token_mean) or responses (sequence_mean) of the whole step;
-            None takes this batch's.
-    Returns:
-        (N, T) float32.
-    Raises:
-        ValueError: another aggregation.
-    """
-    mask = mask.float()
-    if aggregation == "token_mean":
-        return mask / max(1.0, float(mask.sum() if total is None else total))
-    if aggregation == "sequence_mean":
-        lengths = mask.sum(-1, keepdim=True)                               # (N, 1)
-        return mask / lengths.clamp(min=1) / max(1.0, float((lengths > 0).sum() if total is None else total))
-    raise ValueError(f"aggregation {aggregation!r} must be token_mean or sequence_mean")
-
-
-# exp(20) is far beyond any clip and exp(89) is inf in float32, where 0 * inf would poison every weight.
-MAX_LOG_RATIO = 20.0
-
-
-def k3(logps, ref_logps):
-    """Schulman's estimate of KL(policy || reference), >= 0: exp(d) - d - 1, d = log ref - log policy.
-
-    The plain log-ratio has the right mean but a gradient of mean zero: as a penalty it does nothing.
-    """
-    ### BEGIN SOLUTION T9
-    d = (ref_logps - logps).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
-    return d.exp() - d - 1
-    ### END SOLUTION
-
-
-def grpo_loss(
-    logps, old_logps, advantages, mask, *,
-    clip_low=0.2, clip_high=0.28, dual_clip=3.0, aggregation="token_mean",
-    ref_logps=None, kl_coef=0.0, importance=None, total=None,
-):
-    """The clipped policy loss of the header.
-
-    Args:
-        logps: (N, T) of the policy, with gradient. old_logps: (N, T) at sampling time.
-        advantages: (N,), one for each response. mask: (N, T), 1 on response tokens.
-        clip_low, clip_high: the ratio's range is [1 - low, 1 + high]. dual_clip: c, or None.
-        aggregation, total: see `token_weights`.
-        ref_logps, kl_coef: (N, T) of the reference, and the k3 penalty's weight (0: none).
-        importance: (N, T), constant factors on the tokens' losses, for samples of a slightly different policy.
-    Returns:
-        loss (scalar), and a dict of floats that also add up over micro-batches: ratio, clipped
-        (share of tokens whose gradient the clip cut), ref_kl.
-    Raises:
-        ValueError: kl_coef without ref_logps, an unknown aggregation.
-    Source: DeepSeekMath (arXiv 2402.03300); asymmetric clip, DAPO (2503.14476); dual clip, 1912.09729.
-    """
-    if kl_coef and ref_logps is None:
-        raise ValueError("grpo_loss: kl_coef needs ref_logps")
-    weights = token_weights(mask, aggregation, total)                      # (N, T)
-    mask, A = mask.bool(), advantages.unsqueeze(-1)                        # (N, T), (N, 1)
-    # All (N, T): the ratio; the losses, before the penalty; cut, where a clip stops the gradient.
-    ### BEGIN SOLUTION T8
-    # Masked before exp: whatever stands in the padding, its ratio is 1.
-    log_ratio = (logps - old_logps).masked_fill(~mask, 0.0)
-    ratio = log_ratio.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp()           # (N, T)
-    plain = -ratio * A
-    clipped = -ratio.clamp(1 - clip_low, 1 + clip_high) * A
-    losses = torch.maximum(plain, clipped)
-    cut = clipped > plain
-    if dual_clip is not None:
-        bound = -dual_clip * A                                             # positive where A < 0
-        cut = cut | ((A < 0) & (losses > bound))
-        losses = torch.where(A < 0, torch.minimum(losses, bound), losses)
-    ### END SOLUTION
-    if importance is not None:
-        losses = losses * importance
-    metrics = {"ratio": (weights * ratio).sum().item(), "clipped": (weights * cut).sum().item()}
-    if kl_coef:
-        penalty = k3(logps.masked_fill(~mask, 0.0), ref_logps.masked_fill(~mask, 0.0))
-        losses = losses + kl_coef * penalty
-        metrics["ref_kl"] = (weights * penalty).sum().item()
-    return (weights * losses).sum(), metrics
 
 
 # ------------------------------------------------------------------------------------------------

@@ -13,6 +13,9 @@ p = softmax(z) the distribution over the next token, and y the token that was sa
 alpha = 0.5 is the Jensen-Shannon divergence, the paper's choice. The family jumps at its ends: as
 alpha goes to 0 the mixed form goes to 0, while alpha = 0 itself is a full KL.
 
+Shapes: the vocabulary has V words (a token is a word in its place), a hidden state H numbers, `...` is
+any number of leading axes; where tokens are visited in chunks, they stand in one row of N.
+
 Everything here is plain PyTorch on plain tensors, in float32 (or float64 if the input is), whatever
 the logits' type: in bfloat16 a softmax over 512 equal logits sums to 0.988, and a divergence computed
 from it can be negative. Two functions take hidden states instead of logits and visit the tokens in
@@ -25,7 +28,7 @@ complement; there it is log(1 - sum of the kept), which loses up to 4 nats in sm
 
 In all five files a line of three hashes only marks what an assignment takes out (see README.md).
 
-    python kernels.py        compares the plain and the fused divergence: time, memory, error
+    python kernels.py        compares the plain and the fused form of both losses: time, memory, error
 """
 
 import argparse
@@ -221,6 +224,15 @@ def sampled_kl(logps, teacher_logps):
 # From hidden states, in chunks: no logits are kept
 # ------------------------------------------------------------------------------------------------
 
+# `fused_token_kl` and `fused_token_logps` are the two doors; what precedes them is one chunk's way. Of n of the N tokens,
+#
+#     z  = h W^T                  the logits of student and teacher, (n, V)                          _project
+#     dz = w dD/dz                their loss and its derivative, by a formula, in z's own place      _divergence_core
+#     dH = dz W,  dW += dz^T h    the gradients, which are all that is kept, (n, H) and (V, H)       _HeadGradient
+#
+# and the next chunk's logits take the place of these. `fused_token_kl` knows each token's weight w in the loss, so it does
+# all that in the forward pass, and backward only multiplies by the loss's own gradient.
+
 
 def _compute_dtype(x):
     """The type of matrix products here: autocast's where it is on, else the tensor's own."""
@@ -250,7 +262,7 @@ def _project(hidden, weight, bias, out):
 
 
 class _HeadGradient:
-    """Gradients of hidden states, weight and bias, gathered chunk by chunk from those of the logits."""
+    """Gradients of hidden states, weight and bias, as far as each is wanted, gathered chunk by chunk from the logits'."""
 
     def __init__(self, wants, hidden, weight, bias):
         make = torch.empty_like if len(hidden) else torch.zeros_like       # the first chunk overwrites
@@ -277,14 +289,14 @@ def _exp(x):
 def _gradient(s, t, alpha, topk, tail):
     """D_alpha of log-distributions s, t (n, V), and its derivative in the student's logits (n, V).
 
-    Let S, T be what is compared: all words, or k words and a tail. With p = exp S, q = exp T, the
-    derivative of D in p, times p, is (up to a multiple of p, which drops out below)
+    Let S, T be what is compared: all words, or k words and a tail; p = exp S, q = exp T, and M the log of
+    the mixture (1 - alpha) p + alpha q. The derivative of D in S, as if its entries were free, is
 
         R = -q  (alpha = 0)      p (S - T)  (alpha = 1)      (1 - alpha) p (S - M)  (between)
 
-    and through the softmax the derivative in a bucket's log mass is G = R - p sum(R). A word has
-    its bucket's G to itself, or in the tail its share s_v / p_tail of it. (D is `_divergence`,
-    written out since it shares its terms with R.)
+    up to a multiple of p, which drops out below: the masses p sum to 1, so the derivative in a bucket's
+    logit is G = R - p sum(R). A word has its bucket's G to itself, or in the tail its share
+    exp(s_v) / p_tail of it. (D is `_divergence`, written out since it shares its terms with R.)
     """
     index = None if topk is None else s.topk(topk, dim=-1).indices         # (n, k)
     S, T = (s, t) if topk is None else _buckets(s, t, index, tail)
@@ -336,7 +348,7 @@ def _compile(function):
     """`function` compiled for fixed shapes; where that fails, itself, and a warning once."""
     ready, tried = torch.compile(function, dynamic=False), False
 
-    def first_try(*chunk):
+    def attempt(*chunk):
         nonlocal ready, tried
         if tried:
             return ready(*chunk)
@@ -350,7 +362,7 @@ def _compile(function):
             ready = function
             return function(*chunk)
 
-    return first_try
+    return attempt
 
 
 class _Chunks:
@@ -363,7 +375,7 @@ class _Chunks:
     def __init__(self, N, chunk, compiled, device):
         self.N, self.chunk, self.fill = N, chunk, compiled
         self.block = 16 if compiled and device.type == "cpu" else chunk
-        self.rows = -(-min(chunk, N) // self.block) * self.block if compiled else min(chunk, N)
+        self.rows = -(-min(chunk, N) // self.block) * self.block if compiled else min(chunk, N)   # whole blocks
 
     def buffer(self, weight, dtype):
         """Room for the logits of a chunk: (chunk, V), a little more where blocks don't divide it."""
@@ -392,11 +404,9 @@ class _FusedTokenKL(torch.autograd.Function):
                 core, chunks, dtype):
         gradient = _HeadGradient(ctx.needs_input_grad, hidden, weight, bias)
         ctx.dtypes = hidden.dtype, weight.dtype, None if bias is None else bias.dtype
-        weight, teacher_weight = weight.to(dtype), teacher_weight.to(dtype)
-        z, z_teacher = chunks.buffer(weight, dtype), chunks.buffer(weight, dtype)          # all the logits there are
-        logged = []
-        hidden, teacher_hidden = hidden.to(dtype), teacher_hidden.to(dtype)
-        per_token = chunks.filled(tokens, weights, old_logps)
+        hidden, weight, teacher_hidden, teacher_weight = (x.to(dtype) for x in (hidden, weight, teacher_hidden, teacher_weight))
+        z, z_teacher = chunks.buffer(weight, dtype), chunks.buffer(weight, dtype)          # (chunk, V): all logits there are
+        per_token, logged = chunks.filled(tokens, weights, old_logps), []
         for i, n in chunks:
             _project(hidden[i : i + n], weight, bias, z[:n])
             _project(teacher_hidden[i : i + n], teacher_weight, teacher_bias, z_teacher[:n])
@@ -428,10 +438,9 @@ def fused_token_kl(
 
         loss = sum_i  w_i min(exp(logp_i - old_i), is_clip) D_alpha(s_i, t_i)
 
-    With the weights known beforehand, the gradient can be made where the logits are: each chunk is
-    projected once, gives dD/dz (see `_gradient`), that gives dH = dz W and dW += dz^T H, and the next
-    chunk takes the logits' place. The backward pass multiplies by the loss's own gradient. Nothing of
-    size (N, V) is made, nothing is computed twice, and the result doesn't depend on `chunk`.
+    With the weights known beforehand, the gradient is made where the logits are: each chunk is projected
+    once, gives dz (see `_gradient`), that gives dH = dz W and dW += dz^T h, and the next chunk takes its
+    place. Nothing of size (N, V) is made, nothing is computed twice, and `chunk` doesn't change the result.
 
     Args:
         student_hidden, teacher_hidden: (N, H), the states that predict `tokens` (N,), sampled ids.

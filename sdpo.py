@@ -1,18 +1,19 @@
 """SDPO: the policy teaches itself, having seen what its student has not.
 
 A response y to a prompt x is judged twice by (nearly) the same model: once as the student, given x,
-and once as the teacher, given x with something privileged inserted: a successful answer of a sibling
-from the same group (the demonstration), or the verifier's feedback. Where the two disagree about the
-next token, the student moves towards the teacher:
+and once as the teacher, given x with something privileged inserted: a successful sibling, which is
+another response to x (the demonstration), or the verifier's feedback. Where the two disagree about
+the next token y_i, the student moves towards the teacher:
 
-    s_t = pi_student(. | x, y_<t)            t_t = pi_teacher(. | x + demonstration, y_<t)
+    s_i = pi_student(. | x, y_<i)            t_i = pi_teacher(. | x + demonstration, y_<i)
 
-    loss = sum_t  w_t D_alpha(s_t, t_t) / number of such tokens in the optimizer step
-    w_t  = min( pi_student(y_t) / pi_old(y_t), is_clip ),  a constant for the gradient
+    loss = sum_i  w_i D_alpha(s_i, t_i) / number of such tokens in the optimizer step
+    w_i  = min( pi_student(y_i) / pi_old(y_i), is_clip ),  a constant for the gradient
 
-over the response tokens of those samples that have a target; D_alpha is `kernels.token_kl`. GRPO
-(grpo.py) gives a response one number, this gives each token a distribution: denser supervision, and
-*Denser != Better* shows what that costs in a sequence of tasks. Who the teacher is decides it:
+over the response tokens of those samples that have a target, which is such an insertion; pi_old is the
+student that sampled y, and D_alpha is `kernels.token_kl`. GRPO (grpo.py) gives a response one number,
+this gives each token a distribution: denser supervision, and *Denser != Better* shows what that costs in
+a sequence of tasks. Who the teacher is decides it:
 
     frozen        a copy of the student at the start of the stage             (the paper's SDPO_0)
     ema           teacher <- (1 - rate) teacher + rate student, every update  (SDPO_5%: rate 0.05)
@@ -36,12 +37,6 @@ import sys
 import torch
 
 from kernels import predicting, token_kl
-
-# The official templates (SDPO-CL, verl/trainer/config/actor/actor.yaml). One str.format call fills
-# each, so braces in a problem, in JSON or in code are never read as placeholders.
-REPROMPT = "{prompt}{solution}{feedback}\n\nCorrectly solve the original question."
-SOLUTION = "\nCorrect solution:\n\n{demonstration}"
-FEEDBACK = "\nThe following is feedback from your unsuccessful earlier attempt:\n\n{feedback}"
 
 
 # ------------------------------------------------------------------------------------------------
@@ -82,7 +77,8 @@ def strip_thinking(text):
     >>> strip_thinking("plan</think> B"), strip_thinking("<think>x</think>B"), strip_thinking("<think>x")
     ('B', 'B', '')
     """
-    head, end, tail = text.rpartition("</think>")                          # in the head every block closes: one pass
+    # Up to the last </think> every block closes, so that the pattern never searches in vain: one pass over the text.
+    head, end, tail = text.rpartition("</think>")
     text = re.sub(r"<think>.*?</think>", "", head + end, flags=re.DOTALL) + tail
     return text.rpartition("</think>")[2].partition("<think>")[0].strip()
 
@@ -90,6 +86,12 @@ def strip_thinking(text):
 # ------------------------------------------------------------------------------------------------
 # What the teacher sees
 # ------------------------------------------------------------------------------------------------
+
+# The official templates (SDPO-CL, verl/trainer/config/actor/actor.yaml). One str.format call fills
+# each, so braces in a problem, in JSON or in code are never read as placeholders.
+REPROMPT = "{prompt}{solution}{feedback}\n\nCorrectly solve the original question."
+SOLUTION = "\nCorrect solution:\n\n{demonstration}"
+FEEDBACK = "\nThe following is feedback from your unsuccessful earlier attempt:\n\n{feedback}"
 
 
 def teacher_messages(
@@ -130,7 +132,6 @@ def teacher_prompt(encode, messages, demonstration, feedback, max_tokens, **temp
     Returns:
         list of ids, or None where not one character of the insertion fits.
     """
-
     # Stripped, so that even one character is something to see.
     demonstration, feedback = (demonstration or "").strip(), (feedback or "").strip()
 

@@ -67,7 +67,7 @@ def _comparison(detach=torch.Tensor.detach, tolist=torch.Tensor.tolist, Tensor=t
 
     def first_wrong(got, expected, rtol, atol, index=()):
         """The first index at which two nested lists differ, with both values; None where they don't."""
-        if type(expected) is list:
+        if type(expected) is list and type(got) is list and len(got) == len(expected):
             found = (first_wrong(g, e, rtol, atol, (*index, i)) for i, (g, e) in enumerate(zip(got, expected)))
             return next((f for f in found if f), None)
         if type(expected) is dict and type(got) is dict and len(got) == len(expected):
@@ -96,7 +96,8 @@ def _comparison(detach=torch.Tensor.detach, tolist=torch.Tensor.tolist, Tensor=t
             raise AssertionError(f"{concept}: expected shape {shape(expected)}, got shape {shape(got)}")
         if wrong := first_wrong(got, expected, rtol, atol):
             index, value, right = wrong
-            raise AssertionError(f"{concept}: first wrong at index {index}: expected {right!r}, got {value!r}")
+            place = f"first wrong at index {index} of shape {shape(expected)}: " if index else ""
+            raise AssertionError(f"{concept}: {place}expected {right!r}, got {value!r}")
 
     return same
 

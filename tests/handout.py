@@ -47,7 +47,7 @@ class HandoutError(ValueError):
 # ------------------------------------------------------------------------------------------------
 
 MARK = re.compile(r"( *)### (?:BEGIN SOLUTION (T\d+)|END SOLUTION)")
-ALMOST = re.compile(r"#.*\b(begin|end)\W*solution", re.IGNORECASE)
+ALMOST = re.compile(r"#.*\b(begin|end)[\W_]*solution", re.IGNORECASE)
 
 
 def regions(source, name):
@@ -347,11 +347,12 @@ def check():
             early, passed = row["tags"][0] in tasks[:k], row["score"] == row["max_score"]
             if early != passed or not early and not _own_or_earlier(row):
                 wrong.append(f"with T1..T{k} unlocked: {row['name']}: {row['output'] or 'passes'}")
-    print(f"{'task':<5}{'mistake':<46}caught by")
+    print("| task | mistake | caught by (hidden tests in parentheses) |\n| --- | --- | --- |")
     for (task, what, *_), rows in zip(MUTANTS, graded[len(tasks) + 1 :]):
         caught = [row for row in rows if row["score"] < row["max_score"]]
-        hidden = any(row["visibility"] != "visible" for row in caught)
-        print(f"{task:<5}{what:<46}{len(caught)} of {len(rows)}{', hidden too' if hidden else ''}")
+        form = {"visible": "{}", "after_published": "({})"}
+        names = [form[row["visibility"]].format(row["name"].partition(": ")[2]) for row in caught]
+        print(f"| {task} | {what} | {', '.join(names)} |")
         if not any(row["visibility"] == "visible" for row in caught):
             wrong.append(f"mutant: {task} {what}: no visible test of {task} notices it")
     count = len(graded[0])
@@ -377,7 +378,7 @@ def main(argv):
             write(options.out, [task for task in TASKS if task in tasks], options.classroom)
             print(f"wrote {options.out}: {len(set(tasks))} tasks to do")
         wrong = check() if options.check else []
-    except HandoutError as e:
+    except (HandoutError, OSError) as e:
         wrong = [e]
     for line in wrong:
         print(f"error: {line}", file=sys.stderr)

@@ -624,3 +624,14 @@ def test_command_line_from_end_to_end(tmp_path, capsys):
     redrawn = subprocess.run([sys.executable, str(ROOT / "eval.py"), str(tmp_path / "run")], capture_output=True, text=True)
     assert redrawn.returncode == 0 and "report.md" in redrawn.stdout
     assert evaluation.main([str(tmp_path)]) == 2 and "is this the folder of a run?" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("override, message", [
+    ("variants=[{name: a}, {name: b, set: {sdpo.topk: 100000}}]", "variant b: sdpo.topk: 100000 isn't allowed"),
+    ("variants=[{name: a}, {name: b, set: {sdpo.init_from: no/such/folder}}]", "variant b: sdpo.init_from: there is no folder"),
+    ("variants=[{name: a}, {name: b, set: {tasks.0.path: none.jsonl}}]", "variant b: task math: can't read none.jsonl"),
+])
+def test_a_mistake_in_the_last_variant_shows_before_the_first_is_trained(tmp_path, monkeypatch, capsys, override, message):
+    monkeypatch.setattr(continual, "load_model", None)
+    assert main(["--config", str(TINY), f"out_dir={tmp_path / 'run'}", "method=sdpo", override]) == 2
+    assert capsys.readouterr().err.strip().startswith(f"error: {TINY}: {message}")

@@ -53,6 +53,7 @@ def test_a_solution_is_what_stands_between_its_marks():
     ([B, "return x", "### End Solution"], "line 4: malformed mark"),
     ([B, "return x", "### END SOLUTION T1"], "line 4: malformed mark"),
     (["return x  " + B], "line 2: malformed mark"),
+    (["### BEGIN_SOLUTION T1", "return x", "### END_SOLUTION"], "line 2: malformed mark"),
     (["### BEGIN SOLUTION T99", "return x", E], "line 2: no task T99; there are T1 to T15"),
     ([B, E], "line 3: the solution of T1 is empty"),
     ([B, "return x", "    " + E], "line 4: the solution of T1 is empty, or ends at another indent"),
@@ -85,6 +86,8 @@ def test_a_handout_holds_what_students_need_and_nothing_else(tmp_path, capsys):
     assert handout.leaks(tmp_path / "out", sources(), list(TASKS)) == []
     assert handout.main([str(tmp_path / "out")]) == 1
     assert capsys.readouterr().err == f"error: {tmp_path / 'out'}: not an empty folder\n"
+    assert handout.main([str(tmp_path / "out" / "README.md" / "deeper")]) == 1
+    assert capsys.readouterr().err.startswith("error: [Errno")
 
 
 def test_leaks_are_noticed(tmp_path):
@@ -158,15 +161,16 @@ def test_check_finds_no_fault():
     (torch.tensor([[1.0, 2.0]]), [1.0, 2.0], "entropy: expected shape (2,), got shape (1, 2)"),
     (torch.tensor(1.0), [1.0], "entropy: expected shape (1,), got shape ()"),
     (torch.tensor([[1.0, 2.0], [3.0, 4.5]]), [[1.0, 2.0], [3.0, 4.0]],
-     "entropy: first wrong at index [1, 1]: expected 4.0, got 4.5"),
-    (math.nan, 1.0, "entropy: first wrong at index []: expected 1.0, got nan"),
+     "entropy: first wrong at index [1, 1] of shape (2, 2): expected 4.0, got 4.5"),
+    (math.nan, 1.0, "entropy: expected 1.0, got nan"),
     (math.inf, 1.0, "expected 1.0, got inf"),
     (1.0001, 1.0, "expected 1.0, got 1.0001"),
-    ([1, None], [1, 0], "first wrong at index [1]: expected 0, got None"),
+    ([1, None], [1, 0], "first wrong at index [1] of shape (2,): expected 0, got None"),
+    ([[1], [2]], [[1], [2, 3]], "first wrong at index [1] of shape (2, 1): expected [2, 3], got [2]"),
     (None, 0.0, "expected 0.0, got None"),
     (True, 1.0, "expected 1.0, got True"),
     ([{"role": "user", "content": "a"}], [{"role": "user", "content": "b"}],
-     "first wrong at index [0, 'content']: expected 'b', got 'a'"),
+     "first wrong at index [0, 'content'] of shape (1,): expected 'b', got 'a'"),
     ([{"role": "user"}], [{"role": "user", "content": "b"}], "first wrong at index [0]"),
     ((1.0,), [1.0], "expected a tensor or plain data, got a tuple"),
 ])
