@@ -2,7 +2,7 @@
 
     python configs/tiny/make.py                                  # this script: seconds
     python continual.py --config configs/tiny/base.yaml          # trains the base from them: minutes
-    cp -r runs/tiny-base/stage-2-noisy/. configs/tiny/base/
+    cp -r runs/tiny-base/stage-3-noisy/. configs/tiny/base/
 
 The tasks stand in for the four domains of the real study, small enough for a model of 0.4 M parameters:
 
