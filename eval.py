@@ -1252,7 +1252,7 @@ def _over_steps(run, key):
 def _draw_steps(c, name, labels):
     """Numbers of metrics.jsonl over the steps, a row each; those that no step has are left out."""
     logged = {key for same in c.alike.values() for run in same for s in run["steps"] for key in s if s[key] is not None}
-    labels = {key: words for key, words in labels.items() if key in logged}
+    labels = {key: words for key, words in labels.items() if key in logged and (key != "loss" or "reward" not in logged)}
     if not labels:
         return
     figure, axes = c.axes(len(labels), len(c.settings), 7 if len(c.settings) == 1 else 4.2, 1.5, sharex=True, sharey="row")
@@ -1405,6 +1405,7 @@ def report(folder, again=True):
     _draw_steps(c, "drift", DRIFT)
     if c.measured:
         _draw_similarity(c)
+    if c.measured and len(c.tasks + c.ood) > 1:
         _draw_distance(c)
         _draw_mmd(c, next(iter(runs.values()))["drift"])
     _draw_steps(c, "steps", COLLAPSE)
