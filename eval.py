@@ -1081,7 +1081,9 @@ def measure_drift(run):
     """
     import yaml
     from transformers import AutoModelForCausalLM, AutoTokenizer
+    from transformers.utils import logging
 
+    logging.disable_progress_bar()
     place, device = run["place"], "cuda" if torch.cuda.is_available() else "cpu"
     config = yaml.safe_load((place / "config.yaml").read_text(encoding="utf-8"))
     base, sets = model_folder(config["model"]), run["tasks"] + run["ood"]["tasks"]

@@ -38,6 +38,12 @@ def tiny(tmp_path, *overrides, tasks=2):
     return load_config(file, [*SHORT, f"out_dir={tmp_path / 'run'}", *overrides])
 
 
+@pytest.fixture(autouse=True)
+def no_figures(monkeypatch):
+    """They take longer than such a run. The command line draws them, and tests/test_report.py."""
+    monkeypatch.setattr(continual, "report", lambda folder, **_: folder)
+
+
 def log(folder):
     lines = [json.loads(line) for line in (Path(folder) / "metrics.jsonl").read_text().splitlines()]
     return [{k: v for k, v in line.items() if k != "seconds"} for line in lines]
@@ -555,7 +561,7 @@ def test_a_run_cut_inside_an_evaluation_goes_on_behind_the_last_batch(tmp_path, 
     assert len(batches) - 1 == 24
     assert_equal_runs(evaluated, tmp_path / "run")
     answers = sorted(p.name for p in (tmp_path / "run" / "answers").iterdir())
-    assert answers == sorted(f"{w}-{t}.jsonl" for w in ("base", "stage-1", "stage-2") for t in ("math", "science"))
+    assert answers == sorted(f"{w}-{t}.jsonl" for w in ("base-0", "stage-1", "stage-2") for t in ("math", "science"))
     for name in (*[f"answers/{a}" for a in answers], "evaluation-1.json", "evaluation-2.json"):
         assert (tmp_path / "run" / name).read_text().replace(str(tmp_path), "") == \
             (evaluated / name).read_text().replace(str(evaluated.parent), "")

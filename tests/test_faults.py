@@ -175,7 +175,7 @@ def start(config, watch, errors, do=None):
         for phase in PHASES:
             if PHASES[phase]:
                 watch.follow(phase)
-        continual.verify, continual.report = judged_by_chance, lambda folder: folder
+        continual.verify, continual.report = judged_by_chance, lambda folder, **_: folder
         sys.modules["eval"].verify = judged_by_chance
         code = do() if do else 0 * bool(continual.run(config, say=lambda text: print(text, flush=True)))
     except SystemExit as e:
@@ -272,7 +272,7 @@ def uninterrupted(base, tmp_path_factory):
 def lightly(patch):
     patch.setattr(continual, "verify", judged_by_chance)
     patch.setattr("eval.verify", judged_by_chance)
-    patch.setattr(continual, "report", lambda folder: folder)
+    patch.setattr(continual, "report", lambda folder, **_: folder)
 
 
 @pytest.fixture
@@ -340,7 +340,7 @@ def test_a_run_cut_in_its_second_variant_ends_the_same(tmp_path, base, light):
     make = lambda name: small(base, tmp_path / name, variants=variants, **SETTINGS)  # noqa: E731
 
     def assert_the_same():
-        for name in ("a/matrix.json", "a/metrics.jsonl", "base.json", "comparison.json"):
+        for name in ("a/matrix.json", "a/metrics.jsonl", "base-0.json", "comparison.json"):
             one, two = ((tmp_path / run / name).read_text() for run in ("whole", "run"))
             assert re.sub(r'"seconds": [\d.]+', "", one) == re.sub(r'"seconds": [\d.]+', "", two)
         assert not differences(contents(tmp_path / "run" / "b"), contents(tmp_path / "whole" / "b"))
@@ -350,7 +350,7 @@ def test_a_run_cut_in_its_second_variant_ends_the_same(tmp_path, base, light):
     assert any("a: finished before" in text for text in resume(make("run")))
     assert_the_same()
     shutil.rmtree(tmp_path / "run" / "b")
-    (tmp_path / "run" / "base.json").write_text('{"row": ')
+    (tmp_path / "run" / "base-0.json").write_text('{"row": ')
     resume(make("run"))
     assert_the_same()
 
@@ -527,7 +527,7 @@ def test_a_lost_matrix_is_written_again_and_a_lost_base_row_not_missed(tmp_path,
     folder = tmp_path / "run"
     shutil.copytree(half, folder)
     run_until(small(base, folder, **SETTINGS), "begin_stage", 2)           # in its third stage
-    for name in ("matrix.json", "base.json"):
+    for name in ("matrix.json", "base-0.json"):
         (folder / name).unlink()
         if text is not None:
             (folder / name).write_text(text)

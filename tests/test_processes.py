@@ -110,7 +110,7 @@ def test_prompts_that_do_not_divide_are_refused_in_one_line(tmp_path):
     done = torchrun(tmp_path, "odd", "prompts_per_step=6")
     lines = [line for line in done.stderr.splitlines() if line.startswith("error: ")]
     assert done.returncode != 0 and lines == [
-        f"error: {tmp_path / 'two.yaml'}: prompts_per_step: 6 isn't allowed with 2 processes; it must be a multiple of optim.updates_per_step times "
+        f"error: {tmp_path / 'two.yaml'}: variant grpo: prompts_per_step: 6 isn't allowed with 2 processes; it must be a multiple of optim.updates_per_step times "
         "their number, 4"]
 
 

@@ -289,12 +289,14 @@ def test_wrong_parts_and_jobs_are_named(tmp_path, capsys, options, words):
     assert words in capsys.readouterr().err
 
 
-def test_two_jobs_give_what_one_gives(tmp_path):
+def test_two_jobs_give_what_one_gives(tmp_path, monkeypatch):
     """Two seeds of one method: alone one after another, and in two processes; the report is of both."""
     (tmp_path / "one").mkdir()
     overrides = ["variants=[{name: a, set: {method: sft}}]", "grid={seed: [0, 1]}", "stage_steps=2", "tasks.0.steps=2", "tasks.1.steps=2"]
     config = tiny(tmp_path, *overrides, f"out_dir={tmp_path / 'one'}")
-    alone = run(config)
+    with monkeypatch.context() as patch:
+        patch.setattr("continual.report", lambda folder, **_: folder)
+        alone = run(config)
     command = [sys.executable, ROOT / "continual.py", "--config", tmp_path / "config.yaml", "--jobs", "2", *overrides,
                "prompts_per_step=4", "group_size=4", "save_every=1", "eval.samples=1", f"out_dir={tmp_path / 'two'}"]
     done = subprocess.run(command, capture_output=True, text=True)
