@@ -306,3 +306,12 @@ def test_two_jobs_give_what_one_gives(tmp_path, monkeypatch):
     assert [r["seed"] for r in runs.values()] == [0, 1] and {r["variant"] for r in runs.values()} == {"a"}
     assert alone["a-seed=0"] != alone["a-seed=1"] and "mean and range of 2 seeds" in (tmp_path / "two" / "report.md").read_text()
     assert {p.name for p in (tmp_path / "two").glob("base-*.json")} == {"base-0.json", "base-1.json"}
+
+
+def test_the_findings_are_eight_methods_at_three_rates_with_three_seeds():
+    config, usual = load_config(ROOT / "configs" / "tiny-findings.yaml"), load_config(TINY)
+    made = planned(config)
+    assert len(made) == 72 and len({(kind, grid["lr"], grid["seed"]) for _, kind, grid in made}) == 72
+    assert [t.path for t in config.tasks + config.ood] == [t.path for t in usual.tasks + usual.ood]
+    same = "stage_steps", "prompts_per_step", "group_size", "max_new_tokens", "optim", "eval"
+    assert all(getattr(config, key) == getattr(usual, key) for key in same)
