@@ -82,9 +82,10 @@ def our_step(method, folder, chats, optim={}):
     examples = [measures.Example(str(i), chat, "") for i, chat in enumerate(chats)]
     task, turn = measures.Task(config.tasks[0], examples, [], {}), itertools.cycle((1.0, 0.0))
     continual.verify = lambda *_: measures.Verdict(next(turn), "", "", True)     # the reward that TRL gets too
-    optimizer, teacher, reference = continual.begin_stage(model, config, "cpu")
-    count = itertools.count()
-    return lambda: continual.train_step(model, tokenizer, task, teacher, reference, optimizer, config, 1, next(count))
+    player = continual.Player(model, config)
+    optimizer, teacher, reference = continual.begin_stage(model, player, config, "cpu")
+    stage, count = (model, player, tokenizer, task, teacher, reference, optimizer, config, 1), itertools.count()
+    return lambda: continual.train_step(*stage, next(count))
 
 
 class InTurn(TrainerCallback):
