@@ -1294,6 +1294,12 @@ def _noted(file):
     return found if isinstance(found, dict) else {}
 
 
+def finished_rows(config, folder):
+    """The matrix in a run's folder if it has a row for each stage, else None."""
+    rows = _noted(folder / "matrix.json").get("rows")
+    return rows if isinstance(rows, list) and len(rows) == len(config.tasks) + 1 else None
+
+
 def base_row(player, tokenizer, tasks, config, folder, stop):
     """The base's row, measured once for all variants that ask it the same questions; others wait for it meanwhile."""
     file, tree = Path(folder) / f"base-{config.seed}.json", dataclasses.asdict(config)
@@ -1514,7 +1520,7 @@ def prepare_all(config, variants, loaded, say):
     out = Path(config.out_dir)
     for variant in variants:
         own = variant_config(config, variant)
-        done = len(_noted(Path(own.out_dir) / "matrix.json").get("rows") or ()) == len(config.tasks) + 1
+        done = finished_rows(own, Path(own.out_dir))
         made_here = any(Path(p).resolve().is_relative_to(out.resolve()) for p in (own.model, own.sdpo.init_from) if p)
         if done or made_here:                                              # by an earlier variant, perhaps: it can't be there yet
             continue
@@ -1538,8 +1544,7 @@ def run_variant(config, folder, shared, loaded, label, say=print):
 
     def finished():
         claim_folder(config, folder)
-        rows = _noted(folder / "matrix.json").get("rows")
-        return rows if isinstance(rows, list) and len(rows) == K + 1 else None
+        return finished_rows(config, folder)
 
     if rows := first_only(finished):
         say(f"{label}: finished before, in {folder}")
@@ -1670,9 +1675,9 @@ def run_jobs(config, command, jobs):
 
     What each says goes to part-i.log in the run folder. They stop as this process does.
     """
-    out, total, K = Path(config.out_dir), planned(config), len(config.tasks)
+    out, total = Path(config.out_dir), planned(config)
     environment = os.environ | {"OMP_NUM_THREADS": str(max(1, (os.cpu_count() or 1) // jobs))}
-    done = lambda: sum(len(_noted(out / v.name / "matrix.json").get("rows", ())) == K + 1 for v, *_ in total)  # noqa: E731
+    done = lambda: sum(finished_rows(config, out / v.name) is not None for v, *_ in total)  # noqa: E731
     with folder_lock(out), contextlib.ExitStack() as held:
         claim_folder(config, out)
         logs = [out / f"part-{i}.log" for i in range(1, jobs + 1)]

@@ -724,7 +724,8 @@ def _answer(model, tokenizer, spec, examples, samples, sampling):
         "responses": out.texts, "rewards": [v.reward for v in verdicts], "well_formed": [v.well_formed for v in verdicts],
         "truncated": out.truncated.tolist(), "lengths": out.mask.sum(-1).tolist(),
     }
-    return [{"id": e.id, "prompt": e.messages[-1]["content"]} | {k: v[i * samples : (i + 1) * samples] for k, v in columns.items()} for i, e in enumerate(examples)]
+    return [{"id": e.id, "prompt": e.messages[-1]["content"]}
+            | {k: v[i * samples : (i + 1) * samples] for k, v in columns.items()} for i, e in enumerate(examples)]
 
 
 def _scores(records, samples):
