@@ -73,7 +73,7 @@ from transformers.utils import logging as transformers_logging
 
 from eval import (
     AT_LEAST_1, NOT_NEGATIVE, POSITIVE, SHARE, Task, TaskSpec, VerifierError, accuracy, continual_metrics, format_marks, format_matrix,
-    load_task, model_folder, one_line, repeated_ngrams, report, response_drift, saved_answers, verify, weight_drift,
+    load_task, model_folder, one_line, paired_matrices, repeated_ngrams, report, response_drift, saved_answers, verify, weight_drift,
 )
 from grpo import encode, flash_attention, group_advantages, grpo_loss, left_pad, rollout
 from kernels import fused_token_kl, fused_token_logps, masked_mean, predicting
@@ -1258,28 +1258,36 @@ def claim_folder(config, folder):
 # ------------------------------------------------------------------------------------------------
 
 
+def ask(model, tokenizer, task, config, key="evaluate", **how):
+    """`eval.accuracy` of a model with the config's settings; `how` says what is different. Raises RunError.
+
+    The same seeds each time; processes share the prompts.
+    """
+    e = config.eval
+    settings = dict(
+        samples=e.samples, temperature=e.temperature, top_p=e.top_p, top_k=e.top_k, batch_size=e.batch_size,
+        max_new_tokens=e.max_new_tokens or config.max_new_tokens, template=config.rollout.chat_template,
+        seed=step_seed(config.seed, key, task.spec.name), share=(*rank(), every_rank))
+    try:
+        with autocast(model.device, config):
+            return accuracy(model, tokenizer, task, **settings | how)
+    except FloatingPointError as e:
+        raise RunError(f"evaluation of task {task.spec.name}: {e}; the newest checkpoint is from before it") from None
+
+
 def measure(player, tokenizer, tasks, config, answers, stop=lambda: None):
-    """One row of the matrix and its details: accuracy on every task, from the same seeds each time.
+    """One row of the matrix and its details: accuracy on every task.
 
     Args:
         answers: where the answers are kept, as FOLDER/LABEL; the label says whose weights these are. What is
             there already isn't asked again.
     """
     row, details = [], {}
-    options = dataclasses.asdict(config.eval) | {"max_new_tokens": config.eval.max_new_tokens or config.max_new_tokens}
-    del options["probe_every"], options["probe_prompts"]
     weights = f"{answers.name}, from {config.model}, {config.optim.compute_dtype}"
     for task in tasks:
         file = answers.with_name(f"{answers.name}-{task.spec.name}.jsonl")
-        try:
-            with autocast(player.model.device, config), writing(file):
-                found = accuracy(
-                    player.model, tokenizer, task, seed=step_seed(config.seed, "evaluate", task.spec.name),
-                    progress=rank()[0] == 0, template=config.rollout.chat_template, file=file, weights=weights,
-                    after_batch=stop, share=(*rank(), every_rank), **options,
-                )
-        except FloatingPointError as e:
-            raise RunError(f"evaluation of task {task.spec.name}: {e}; the newest checkpoint is from before it") from None
+        with writing(file):
+            found = ask(player.model, tokenizer, task, config, file=file, weights=weights, after_batch=stop, progress=rank()[0] == 0)
         row.append(found["accuracy"])
         details[task.spec.name] = {k: v for k, v in found.items() if k not in ("rewards", "responses")}
     return row, details
@@ -1315,6 +1323,14 @@ def base_row(player, tokenizer, tasks, config, folder, stop):
         return row
 
 
+def check_probe(model, config):
+    """A model whose drift can't be measured is told before hours of training. Raises ConfigError."""
+    try:
+        return config.eval.probe_every and paired_matrices(model_folder(config.model), model)
+    except ValueError as e:
+        raise ConfigError(f"eval.probe_every: {config.eval.probe_every} isn't allowed with model {config.model!r}: {e}") from None
+
+
 def demonstrated(task, answers, tokenizer, config):
     """The first test prompts of a task as a teacher sees them: with a right answer of the base's in each that has one."""
     s, shown = config.sdpo, []
@@ -1335,15 +1351,10 @@ def probe(model, player, tokenizer, tasks, teacher, config, stage, shared):
     the teacher's accuracy on each task with a right answer of the base's in the prompt (grpo, sft: the policy's own),
     of which teacher_accuracy is the stage's. A trust region's teacher is asked as its frozen part.
     """
-    n, e, started = config.eval.probe_prompts, config.eval, tasks[stage - 1]
-    common = dict(max_new_tokens=e.max_new_tokens or config.max_new_tokens, batch_size=e.batch_size,
-                  template=config.rollout.chat_template, share=(*rank(), every_rank))
+    n, started = config.eval.probe_prompts, tasks[stage - 1]
     kept = {t.spec.name: saved_answers(shared / "answers" / f"base-{config.seed}-{t.spec.name}.jsonl")[1] for t in tasks}
     player.refresh(model)
-    with autocast(player.model.device, config):
-        asked = dataclasses.replace(started, test=started.test[:n])
-        now = accuracy(player.model, tokenizer, asked, samples=e.samples, temperature=e.temperature, top_p=e.top_p, top_k=e.top_k,
-                       seed=step_seed(config.seed, "evaluate", started.spec.name), **common)
+    now = ask(player.model, tokenizer, dataclasses.replace(started, test=started.test[:n]), config)
     found = weight_drift(model_folder(config.model), model)["mean"] | {"test_accuracy": now["accuracy"]}
     settle(model)
     before = [text for record in kept[started.spec.name][:n] for text in record["responses"]]
@@ -1354,10 +1365,8 @@ def probe(model, player, tokenizer, tasks, teacher, config, stage, shared):
         player.refresh(teacher.model)
     asked = player.model if teacher is None or player.apart else teacher.model
     shown = {t.spec.name: demonstrated(t, kept[t.spec.name], tokenizer, config) for t in tasks}
-    with autocast(asked.device, config):
-        found["taught"] = {name: accuracy(asked, tokenizer, task, temperature=config.rollout.temperature,
-                                          seed=step_seed(config.seed, "probe", name), **common)["accuracy"]
-                           for name, task in shown.items() if task.test}
+    once = dict(samples=1, temperature=config.rollout.temperature, top_p=1.0, top_k=0)
+    found["taught"] = {name: ask(asked, tokenizer, task, config, "probe", **once)["accuracy"] for name, task in shown.items() if task.test}
     return found | {"teacher_accuracy": found["taught"].get(started.spec.name)}
 
 
@@ -1551,6 +1560,7 @@ def run_variant(config, folder, shared, loaded, label, say=print):
         return rows
     device, tokenizer, tasks = prepare(config, loaded, say)
     model = load_model(config.model, config, device)
+    check_probe(model, config)
     player = Player(model, config)
     model = shard(model, config) if world > 1 else model
     place, state = first_only(lambda: stand(folder, say))
@@ -1641,32 +1651,33 @@ def run(config, say=print, part=(1, 1)):
     out, results, comparison, loaded, whole = Path(config.out_dir), {}, {}, {}, part[1] == 1
     transformers_logging.disable_progress_bar()
     warnings.filterwarnings("ignore", message="torch.distributed is disabled")  # one process: it is meant to be
-    with processes(), contextlib.ExitStack() as held:
-        if rank()[0]:
-            say = lambda text: None                                        # noqa: E731
-        if whole:
-            first_only(lambda: held.enter_context(folder_lock(out)) and None)
-        if config.variants:
-            first_only(lambda: claim_folder(config, out))
-        mine = planned(config)[part[0] - 1 :: part[1]]
-        prepare_all(config, [variant for variant, *_ in mine], loaded, say)
-        for variant, kind, grid in mine or [(None, None, None)] * (not config.variants):
-            own, name = (variant_config(config, variant), variant.name) if variant else (config, out.name)
-            folder = Path(own.out_dir)
-            if variant:                                                    # it could be another run's out_dir
-                first_only(lambda: held.enter_context(folder_lock(folder)) and None)
-            results[name] = run_variant(own, folder, out, loaded, name, say)
-            if variant and whole:
-                comparison[name] = continual_metrics(results[name]) | {"variant": kind, "grid": grid}
-                first_only(lambda: write_whole(out / "comparison.json", json.dumps(comparison, indent=1)))
-        names = [t.name for t in config.tasks]
-        for name, rows in results.items() if whole else ():
-            m = continual_metrics(rows)
-            say(f"\n{name}\n{format_matrix(names, rows)}")
-            say("last " + ", ".join(f"{n} {x:.3f}" for n, x in zip(names, m["last"]))
-                + f" | average {m['average']:.3f} | gain {m['gain']:+.3f} | forgetting {m['forgetting']:+.3f}")
-        if whole:
-            say(f"\nreport: {first_only(writing(out)(lambda: report(out, again=False)))}")
+    with contextlib.ExitStack() as held:
+        with processes():
+            first = rank()[0] == 0
+            say = say if first else lambda text: None
+            if whole:
+                first_only(lambda: held.enter_context(folder_lock(out)) and None)
+            if config.variants:
+                first_only(lambda: claim_folder(config, out))
+            mine = planned(config)[part[0] - 1 :: part[1]]
+            prepare_all(config, [variant for variant, *_ in mine], loaded, say)
+            for variant, kind, grid in mine or [(None, None, None)] * (not config.variants):
+                own, name = (variant_config(config, variant), variant.name) if variant else (config, out.name)
+                folder = Path(own.out_dir)
+                if variant:                                                # it could be another run's out_dir
+                    first_only(lambda: held.enter_context(folder_lock(folder)) and None)
+                results[name] = run_variant(own, folder, out, loaded, name, say)
+                if variant and whole:
+                    comparison[name] = continual_metrics(results[name]) | {"variant": kind, "grid": grid}
+                    first_only(lambda: write_whole(out / "comparison.json", json.dumps(comparison, indent=1)))
+        if whole and first:                                                # the others needn't wait: drift takes a while
+            for name, rows in results.items():
+                m = continual_metrics(rows)
+                say(f"\n{name}\n{format_matrix([t.name for t in config.tasks], rows)}")
+                say("last " + ", ".join(f"{t.name} {x:.3f}" for t, x in zip(config.tasks, m["last"]))
+                    + f" | average {m['average']:.3f} | gain {m['gain']:+.3f} | forgetting {m['forgetting']:+.3f}")
+            with writing(out):
+                say(f"\nreport: {report(out, again=False)}")
     return results
 
 

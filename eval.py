@@ -953,6 +953,18 @@ def _matrices(model):
     return found
 
 
+def paired_matrices(before, after):
+    """{name: (load, load)} of two models' matrices, which aren't read yet. Raises ValueError: the names differ.
+
+    A head that only one of them names is the embedding under another name (tied), and counts once.
+    """
+    first, second = _matrices(before), _matrices(after)
+    differ = sorted((first.keys() ^ second.keys()) - {"lm_head.weight"})[:3]
+    if differ or not first.keys() & second.keys():
+        raise ValueError(f"weight_drift: the matrices of the models differ: {', '.join(differ) or 'there are none'}")
+    return {name: (first[name], second[name]) for name in first if name in second}
+
+
 def weight_drift(before, after, k=64, device=None):
     """`matrix_drift` of every matrix (norms and biases excluded), one pair of matrices in memory at a time.
 
@@ -961,15 +973,11 @@ def weight_drift(before, after, k=64, device=None):
     Returns:
         dict: name of the matrix -> its numbers, and "mean" -> their mean over the matrices.
     Raises:
-        ValueError: the models don't have the same matrices.
+        ValueError: as `paired_matrices`; a matrix of two shapes.
     """
-    first, second = _matrices(before), _matrices(after)
-    if not first or first.keys() != second.keys():
-        differ = sorted(first.keys() ^ second.keys())[:3]
-        raise ValueError(f"weight_drift: the matrices of the models differ: {', '.join(differ) or 'there are none'}")
     drift = {}
-    for name in first:
-        W0, W1 = first[name](), second[name]()
+    for name, (first, second) in paired_matrices(before, after).items():
+        W0, W1 = first(), second()
         if W0.shape != W1.shape:
             raise ValueError(f"weight_drift: {name} has the shapes {tuple(W0.shape)} and {tuple(W1.shape)}")
         device = device or W1.device

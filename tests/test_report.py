@@ -4,6 +4,7 @@ import itertools
 import json
 import subprocess
 import sys
+import time
 
 import pytest
 import torch
@@ -60,6 +61,27 @@ def test_mask_overlap_of_a_known_swap():
 def test_models_of_other_shapes_are_refused():
     with pytest.raises(ValueError, match=r"weight has the shapes \(5, 6\) and \(5, 7\)"):
         weight_drift(torch.nn.Linear(6, 5), torch.nn.Linear(7, 5))
+
+
+def test_a_tied_head_counts_once_wherever_it_is_written(tmp_path):
+    """A folder may hold the head beside the embedding that it is tied to; the module names that matrix once."""
+    from safetensors.torch import load_file, save_file
+
+    model = AutoModelForCausalLM.from_pretrained(ROOT / "configs/tiny/base")
+    (tmp_path / "model").mkdir()
+    tensors = load_file(ROOT / "configs/tiny/base/model.safetensors")
+    assert model.config.tie_word_embeddings and "lm_head.weight" not in tensors
+    save_file(tensors | {"lm_head.weight": tensors["model.embed_tokens.weight"].clone()}, tmp_path / "model/model.safetensors")
+    drift = weight_drift(tmp_path / "model", model)
+    assert drift == weight_drift(ROOT / "configs/tiny/base", model) and "lm_head.weight" not in drift
+
+
+def test_a_model_whose_drift_cannot_be_measured_is_refused_before_training(tmp_path, monkeypatch):
+    config = tiny(tmp_path, "eval.probe_every=1")
+    monkeypatch.setattr("continual.paired_matrices", lambda before, after: weight_drift(torch.nn.Linear(2, 2), torch.nn.Bilinear(2, 2, 2)))
+    with pytest.raises(ConfigError, match="eval.probe_every: 1 isn't allowed with model .*: weight_drift: the matrices of the models differ: weight"):
+        run(config)
+    assert not (tmp_path / "run" / "metrics.jsonl").exists()
 
 
 def test_two_folders_are_compared_matrix_by_matrix(tmp_path, capsys):
@@ -299,6 +321,13 @@ def test_two_jobs_give_what_one_gives(tmp_path, monkeypatch):
         alone = run(config)
     command = [sys.executable, ROOT / "continual.py", "--config", tmp_path / "config.yaml", "--jobs", "2", *overrides,
                "prompts_per_step=4", "group_size=4", "save_every=1", "eval.samples=1", f"out_dir={tmp_path / 'two'}"]
+    stopped = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
+    while stopped.poll() is None and not list((tmp_path / "two").glob("a-seed=*/checkpoints/*")):
+        time.sleep(0.05)
+    stopped.terminate()
+    assert "stopped by SIGTERM; the same command continues" in stopped.communicate()[1] and stopped.returncode == 143
+    parts = [(tmp_path / "two" / f"part-{i}.log").read_text() for i in (1, 2)]
+    assert any("stopped by SIGTERM; saved in" in text for text in parts) and not (tmp_path / "two" / "report.md").exists()
     done = subprocess.run(command, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     runs = load_runs(tmp_path / "two")
