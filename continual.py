@@ -30,6 +30,7 @@ import argparse
 import contextlib
 import copy
 import dataclasses
+import datetime
 import difflib
 import fcntl
 import functools
@@ -569,7 +570,8 @@ def processes():
         return
     if torch.cuda.is_available():
         torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
-    dist.init_process_group("cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo")
+    # One may wait for hours where another process measures the base (base_row); torchrun sees it if one dies.
+    dist.init_process_group("cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo", timeout=datetime.timedelta(days=1))
     try:
         yield
     finally:
@@ -1267,7 +1269,7 @@ def ask(model, tokenizer, task, config, key="evaluate", **how):
     settings = dict(
         samples=e.samples, temperature=e.temperature, top_p=e.top_p, top_k=e.top_k, batch_size=e.batch_size,
         max_new_tokens=e.max_new_tokens or config.max_new_tokens, template=config.rollout.chat_template,
-        seed=step_seed(config.seed, key, task.spec.name), share=(*rank(), every_rank))
+        engine=rollout_engine(config, model), seed=step_seed(config.seed, key, task.spec.name), share=(*rank(), every_rank))
     try:
         with autocast(model.device, config):
             return accuracy(model, tokenizer, task, **settings | how)
@@ -1877,7 +1879,7 @@ def plan(config, folder, card=None, gpus=1, say=print):
         f"Assumed, not measured: mean lengths of {MEAN:.0%} of the longest; {COMPUTE:.0%} of a card's dense bfloat16 FLOP/s;\n"
         f"{BANDWIDTH:.0%} of its bandwidth in decoding, where a response that ends makes room for the next;\n"
         f"{1 - ROOM:.0%} of its memory for CUDA and fragments; {TEST_PROMPTS} test prompts where a task has no test_limit.\n"
-        "Not counted: loading, verifying, traffic between GPUs. In float32 all takes longer.")
+        "Not counted: loading (8 bytes a parameter on each GPU), verifying, traffic between GPUs, probes. In float32 all takes longer.")
 
 
 # ------------------------------------------------------------------------------------------------

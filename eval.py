@@ -748,7 +748,7 @@ def _scores(records, samples):
 
 def accuracy(
     model, tokenizer, task, *, samples=1, max_new_tokens=256, temperature=1.0, top_p=1.0, top_k=0,
-    batch_size=0, seed=0, template=None, progress=False, file=None, weights="", after_batch=lambda: None,
+    batch_size=0, seed=0, template=None, engine="loop", progress=False, file=None, weights="", after_batch=lambda: None,
     share=(0, 1, lambda part: [part]),
 ):
     """Sample answers to a task's test examples and have them judged.
@@ -758,6 +758,8 @@ def accuracy(
 
     Args:
         task: Task. samples: answers to each prompt. batch_size: answers sampled at once, 0 for all.
+        engine: of `rollout`. "continuous" is given eight batches at a time, as an answer that ends makes room for the
+            next; their random numbers come from the first of these prompts.
         file: keeps the answers as JSON lines. The same questions to the same `weights` (a name) go on behind its
             last whole line; other questions begin it anew. after_batch: called after each batch.
         share: (this process, how many there are, a function that returns what each has): each answers every so
@@ -769,7 +771,8 @@ def accuracy(
     """
     spec, examples, records, (mine, processes, gather) = task.spec, task.test, [], share
     at_once = max(1, batch_size // samples) if batch_size else -(-len(examples) // processes)
-    sampling = dict(max_new_tokens=max_new_tokens, temperature=temperature, top_p=top_p, top_k=top_k, template=template)
+    at_once *= 8 if engine == "continuous" else 1
+    sampling = dict(max_new_tokens=max_new_tokens, temperature=temperature, top_p=top_p, top_k=top_k, template=template, engine=engine)
     if file and mine == 0:
         digest = hashlib.sha256()
         for example in examples:
@@ -783,7 +786,7 @@ def accuracy(
             own = examples[i + mine * at_once :][:at_once]
             seeds = range(seed + i + mine * at_once, seed + i + mine * at_once + len(own))
             try:
-                part = _answer(model, tokenizer, spec, own, samples, sampling | {"seeds": seeds}) if own else []
+                part = _answer(model, tokenizer, spec, own, samples, sampling | {"seeds": seeds, "batch_size": batch_size}) if own else []
             except (FloatingPointError, VerifierError) as e:                  # all must hear of it, or they wait for ever
                 part = [e]
             part = [record for share in gather(part) for record in share]

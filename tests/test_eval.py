@@ -473,6 +473,7 @@ def sampler(monkeypatch):
         if len(self.asked) + 1 == self.end:
             raise KeyboardInterrupt
         self.asked.append([p[0]["content"] for p in prompts])
+        self.sampling = sampling
         tosses = [torch.randint(2, (group_size,), generator=torch.Generator().manual_seed(s)).tolist() for s in seeds]
         texts = ["heads" if toss else "tails" for toss in sum(tosses, [])] if self.texts is None else self.texts
         mask = torch.arange(4) < torch.tensor([1 + len(t) % 2 for t in texts])[:, None]    # heads, tails: 2 tokens
@@ -527,8 +528,18 @@ def test_a_cut_evaluation_asks_nothing_twice_and_ends_the_same(sampler, tmp_path
     assert [r["rewards"] for r in records] == whole["rewards"] and sum([r["responses"] for r in records], []) == whole["responses"]
 
 
+def test_continuous_batching_is_given_eight_batches_at_once(sampler):
+    """20 prompts of 2 answers, 4 at once: a batch is 2 prompts, the queue has 16, then the other 4."""
+    accuracy(None, None, questions(20), samples=2, batch_size=4, engine="continuous")
+    assert [len(x) for x in sampler.asked] == [16, 4]
+    assert sampler.sampling["engine"] == "continuous" and sampler.sampling["batch_size"] == 4
+    sampler.asked = []
+    accuracy(None, None, questions(5), samples=2, batch_size=4)
+    assert [len(x) for x in sampler.asked] == [2, 2, 1] and sampler.sampling["engine"] == "loop"
+
+
 @pytest.mark.parametrize("change", [
-    dict(seed=6), dict(samples=2), dict(temperature=0.5), dict(top_p=0.9), dict(top_k=3), dict(max_new_tokens=9),
+    dict(engine="static"), dict(seed=6), dict(samples=2), dict(temperature=0.5), dict(top_p=0.9), dict(top_k=3), dict(max_new_tokens=9),
     dict(template={"enable_thinking": False}), dict(weights="stage-2"), "question", "answer", "verifier"])
 def test_other_questions_begin_the_answers_anew(sampler, tmp_path, change):
     how, task = dict(samples=3, batch_size=6, file=tmp_path / "a.jsonl", weights="stage-1"), questions(4)

@@ -5,6 +5,7 @@ import json
 import subprocess
 import sys
 import time
+import types
 
 import pytest
 import torch
@@ -13,7 +14,7 @@ from test_continual import ROOT, TINY, tiny
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import eval as measures
-from continual import ConfigError, load_config, main, planned, run
+from continual import ConfigError, ask, load_config, main, planned, run
 from eval import compare, embed, load_runs, matrix_drift, mmd, principal_mask, repeated_ngrams, report, response_drift, saved_answers, spectrum, weight_drift
 
 
@@ -134,6 +135,15 @@ def test_probes_of_the_last_step_are_what_is_measured_after_the_stage(probed):
         assert len(similar) == 16 and last["similarity"] == pytest.approx(sum(similar) / 16, abs=1e-5)
     moved = [line["spectral_shift"] for line in lines]
     assert len(moved) == 4 and all(0 < x < 1 for x in moved) and moved[0] < moved[-1]
+
+
+def test_evaluation_and_probes_sample_with_the_configs_engine(tmp_path, monkeypatch):
+    config, asked = tiny(tmp_path, "rollout.engine=static"), []
+    monkeypatch.setattr("continual.accuracy", lambda *args, **how: asked.append(how))
+    for engine, device in (("static", "cpu"), ("auto", "cpu")):
+        config.rollout.engine = engine
+        ask(types.SimpleNamespace(device=torch.device(device)), None, types.SimpleNamespace(spec=config.tasks[0]), config)
+    assert [how["engine"] for how in asked] == ["static", "loop"]
 
 
 def test_the_teacher_is_asked_with_a_right_answer_of_the_base(probed):
