@@ -663,7 +663,7 @@ def load_model(name, config, device, key="model"):
     """A causal language model in float32, its weights from safetensors. Raises ConfigError."""
     model = _pretrained(AutoModelForCausalLM, name, config, key, dtype=torch.float32, use_safetensors=True).to(device)
     if config.optim.gradient_checkpointing:
-        model.gradient_checkpointing_enable({"use_reentrant": False})
+        model.activation_checkpointing_enable({"use_reentrant": False})
     # The losses apply the head to the last hidden states themselves; some architectures scale or cap
     # their logits after it, which would silently be left out.
     with torch.no_grad():

@@ -159,7 +159,7 @@ def test_training_allocates_what_the_plan_says(tmp_path, method, dtype):
     })
     torch.manual_seed(0)
     model = AutoModelForCausalLM.from_config(shape).float()
-    model.gradient_checkpointing_enable({"use_reentrant": False})
+    model.activation_checkpointing_enable({"use_reentrant": False})
     optimizer, teacher, reference = continual.begin_stage(model, continual.Player(model, c), c, "cpu")
     batch = continual.Batch(
         [[1] * p] * N, torch.randint(256, (N, T)), torch.ones(N, T, dtype=torch.bool), [True] * N, torch.full((N, T), -5.0), None,
