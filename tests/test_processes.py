@@ -5,6 +5,7 @@ import os
 import shutil
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
@@ -49,18 +50,19 @@ def torchrun(tmp_path, name, *overrides, timeout=240):
 def runs(tmp_path_factory):
     """The same variants: in one process, and in two, which find the third one begun by a single process."""
     tmp_path = tmp_path_factory.mktemp("processes")
-    config = settings(tmp_path, "one")
-    config.variants.append(continual.Variant(**COARSE))
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(continual, "report", lambda folder, again: folder)
-        run(config, say=lambda text: None)
     with pytest.MonkeyPatch.context() as patch:                            # one process gets through four of six steps
         patch.setattr(continual, "train_step", _fail_at(continual.train_step, 5))
         begun = settings(tmp_path, "two")
         begun.variants = begun.variants[2:]
         with pytest.raises(KeyError):
             run(begun, say=lambda text: None)
-    done = torchrun(tmp_path, "two")
+    config = settings(tmp_path, "one")
+    config.variants.append(continual.Variant(**COARSE))
+    with ThreadPoolExecutor() as beside, pytest.MonkeyPatch.context() as patch:
+        patch.setattr(continual, "report", lambda folder, again: folder)
+        two = beside.submit(torchrun, tmp_path, "two")
+        run(config, say=lambda text: None)
+        done = two.result()
     assert done.returncode == 0, done.stderr[-3000:]
     return tmp_path, done
 
