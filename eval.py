@@ -1278,6 +1278,7 @@ def _draw_steps(c, name, labels):
         row[0].set_ylabel(words, fontsize=9)
     for ax, setting in zip(axes[0], c.settings):
         ax.set_title(setting, fontsize=10, pad=16)
+    axes[0][0].set_xlim(left=0)                                            # all share it; the first stage's name stands there
     c.stages(axes)
     figure.supylabel(c.words, fontsize=9)
     c.finish(figure, name)
