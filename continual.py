@@ -1263,12 +1263,12 @@ def claim_folder(config, folder):
 def ask(model, tokenizer, task, config, key="evaluate", **how):
     """`eval.accuracy` of a model with the config's settings; `how` says what is different. Raises RunError.
 
-    The same seeds each time; processes share the prompts.
+    `key` and the task's name make the seed, the same each time; processes share the prompts.
     """
-    e = config.eval
+    c = config.eval
     settings = dict(
-        samples=e.samples, temperature=e.temperature, top_p=e.top_p, top_k=e.top_k, batch_size=e.batch_size,
-        max_new_tokens=e.max_new_tokens or config.max_new_tokens, template=config.rollout.chat_template,
+        samples=c.samples, temperature=c.temperature, top_p=c.top_p, top_k=c.top_k, batch_size=c.batch_size,
+        max_new_tokens=c.max_new_tokens or config.max_new_tokens, template=config.rollout.chat_template,
         engine=rollout_engine(config, model), seed=step_seed(config.seed, key, task.spec.name), share=(*rank(), every_rank))
     try:
         with autocast(model.device, config):
@@ -1327,8 +1327,10 @@ def base_row(player, tokenizer, tasks, config, folder, stop):
 
 def check_probe(model, config):
     """A model whose drift can't be measured is told before hours of training. Raises ConfigError."""
+    if not config.eval.probe_every:
+        return
     try:
-        return config.eval.probe_every and paired_matrices(model_folder(config.model), model)
+        paired_matrices(model_folder(config.model), model)
     except ValueError as e:
         raise ConfigError(f"eval.probe_every: {config.eval.probe_every} isn't allowed with model {config.model!r}: {e}") from None
 
@@ -1497,7 +1499,7 @@ def train_stage(model, player, tokenizer, tasks, config, state, place, folder, s
             state["step"] += 1
             state["lines"] += 1
             if every and (state["step"] % every == 0 or state["step"] == steps):
-                line |= all_or_none(lambda: probe(model, player, tokenizer, tasks[: len(config.tasks)], teacher, config, state["stage"], shared))
+                line |= probe(model, player, tokenizer, tasks[: len(config.tasks)], teacher, config, state["stage"], shared)
             first_only(lambda: append_line(log, json.dumps(line)))
             remark(line, state.setdefault("said", []))
             bar.set_postfix_str(", ".join(f"{key} {form.format(line[key])}" for key, form in shown if key in line))
@@ -1642,6 +1644,30 @@ def write_matrix(folder, config, rows):
     write_whole(folder / "matrix.json", json.dumps(matrix, indent=1))
 
 
+def run_variants(config, held, say, part):
+    """Train a part of a config's variants, or the config itself where there are none. Returns {name: matrix rows}.
+
+    held: an ExitStack for the folders' locks.
+    """
+    out, results, comparison, loaded, whole = Path(config.out_dir), {}, {}, {}, part[1] == 1
+    if whole:
+        first_only(lambda: held.enter_context(folder_lock(out)) and None)
+    if config.variants:
+        first_only(lambda: claim_folder(config, out))
+    mine = planned(config)[part[0] - 1 :: part[1]]
+    prepare_all(config, [variant for variant, *_ in mine], loaded, say)
+    for variant, kind, grid in mine or [(None, None, None)] * (not config.variants):
+        own, name = (variant_config(config, variant), variant.name) if variant else (config, out.name)
+        folder = Path(own.out_dir)
+        if variant:                                                        # it could be another run's out_dir
+            first_only(lambda: held.enter_context(folder_lock(folder)) and None)
+        results[name] = run_variant(own, folder, out, loaded, name, say)
+        if variant and whole:
+            comparison[name] = continual_metrics(results[name]) | {"variant": kind, "grid": grid}
+            first_only(lambda: write_whole(out / "comparison.json", json.dumps(comparison, indent=1)))
+    return results
+
+
 def run(config, say=print, part=(1, 1)):
     """Train every variant of a config and write the report.
 
@@ -1650,36 +1676,21 @@ def run(config, say=print, part=(1, 1)):
     Returns:
         {variant: matrix rows}. Raises ConfigError, RunError, SystemExit (see `run_variant`).
     """
-    out, results, comparison, loaded, whole = Path(config.out_dir), {}, {}, {}, part[1] == 1
     transformers_logging.disable_progress_bar()
     warnings.filterwarnings("ignore", message="torch.distributed is disabled")  # one process: it is meant to be
     with contextlib.ExitStack() as held:
         with processes():
             first = rank()[0] == 0
             say = say if first else lambda text: None
-            if whole:
-                first_only(lambda: held.enter_context(folder_lock(out)) and None)
-            if config.variants:
-                first_only(lambda: claim_folder(config, out))
-            mine = planned(config)[part[0] - 1 :: part[1]]
-            prepare_all(config, [variant for variant, *_ in mine], loaded, say)
-            for variant, kind, grid in mine or [(None, None, None)] * (not config.variants):
-                own, name = (variant_config(config, variant), variant.name) if variant else (config, out.name)
-                folder = Path(own.out_dir)
-                if variant:                                                # it could be another run's out_dir
-                    first_only(lambda: held.enter_context(folder_lock(folder)) and None)
-                results[name] = run_variant(own, folder, out, loaded, name, say)
-                if variant and whole:
-                    comparison[name] = continual_metrics(results[name]) | {"variant": kind, "grid": grid}
-                    first_only(lambda: write_whole(out / "comparison.json", json.dumps(comparison, indent=1)))
-        if whole and first:                                                # the others needn't wait: drift takes a while
+            results = run_variants(config, held, say, part)
+        if first and part[1] == 1:                                         # the others needn't wait: drift takes a while
             for name, rows in results.items():
                 m = continual_metrics(rows)
                 say(f"\n{name}\n{format_matrix([t.name for t in config.tasks], rows)}")
                 say("last " + ", ".join(f"{t.name} {x:.3f}" for t, x in zip(config.tasks, m["last"]))
                     + f" | average {m['average']:.3f} | gain {m['gain']:+.3f} | forgetting {m['forgetting']:+.3f}")
-            with writing(out):
-                say(f"\nreport: {report(out, again=False)}")
+            with writing(config.out_dir):
+                say(f"\nreport: {report(config.out_dir, again=False)}")
     return results
 
 
