@@ -324,10 +324,8 @@ def check():
         # The handout itself, as a student gets it and runs it.
         write(place / "handout", tasks)
         wrong += [f"leak: {leak}" for leak in leaks(place / "handout", texts, tasks)]
-        run = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "tests", "--results=results.json"]
-        subprocess.run(run, cwd=place / "handout", capture_output=True)
-        rows = json.loads((place / "handout" / "results.json").read_text(encoding="utf-8"))["tests"]
-        wrong += [f"handout: {row['name']}: {row['output'] or 'passes'}" for row in rows if not _own_or_earlier(row)]
+        run = [sys.executable, "-m", "pytest", "-q", "--tb=no", "-p", "no:cacheprovider", "tests", "--results=results.json"]
+        beside = subprocess.Popen(run, cwd=place / "handout", stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
 
         # The solution; one task after another unlocked; one mistake after another made.
         cases = [(texts, tasks)]
@@ -336,10 +334,14 @@ def check():
             cases.append((modules, tasks[k - 1 : k + 1] if k else tasks))
         for task, _, before, after in MUTANTS:
             cases.append((mutated(texts, task, before, after), [task]))
+        quick = "--limit=0", "--tb=no", "-m"                     # a traceback takes as long as the test
         graded = grade([
-            (_tree(place / str(n), modules), "--limit=0", "-m", " or ".join(chosen)) for n, (modules, chosen) in enumerate(cases)
+            (_tree(place / str(n), modules), *quick, " or ".join(chosen)) for n, (modules, chosen) in enumerate(cases)
         ])
+        beside.wait()
+        rows = json.loads((place / "handout" / "results.json").read_text(encoding="utf-8"))["tests"]
 
+    wrong += [f"handout: {row['name']}: {row['output'] or 'passes'}" for row in rows if not _own_or_earlier(row)]
     unlocked = graded[1 : len(tasks) + 1]
     wrong += [f"solution: {row['name']}: {row['output']}" for row in graded[0] if row["score"] != row["max_score"]]
     for k, rows in enumerate(unlocked):

@@ -612,7 +612,7 @@ def test_command_line_from_end_to_end(tmp_path, capsys):
     tiny(tmp_path)
     variants = "variants=[{name: grpo, set: {method: grpo}}, {name: sdpo, set: {method: sdpo, sdpo.teacher: restart}}]"
     command = [sys.executable, str(ROOT / "continual.py"), "--config", str(tmp_path / "config.yaml"), *SHORT, variants,
-               f"out_dir={tmp_path / 'run'}"]
+               "tasks.0.steps=2", "tasks.1.steps=1", f"out_dir={tmp_path / 'run'}"]
     done = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     assert "| after stage" in done.stdout and "forgetting" in done.stdout and "reward" in done.stderr
@@ -620,15 +620,13 @@ def test_command_line_from_end_to_end(tmp_path, capsys):
         folder = tmp_path / "run" / name
         matrix = json.loads((folder / "matrix.json").read_text())
         assert matrix["tasks"] == ["math", "science"] and len(matrix["rows"]) == 3
-        assert [line["step"] for line in log(folder)] == [1, 2, 3] * 2
+        assert [line["step"] for line in log(folder)] == [1, 2, 1]
         model = AutoModelForCausalLM.from_pretrained(folder / "stage-2-science")
         assert AutoTokenizer.from_pretrained(folder / "stage-2-science").chat_template
         assert model.num_parameters() < 10**6
     text = (tmp_path / "run" / "report.md").read_text()
     for figure in ("accuracy.png", "steps.png", "final.png"):
         assert figure in text and (tmp_path / "run" / figure).stat().st_size > 5000
-    redrawn = subprocess.run([sys.executable, str(ROOT / "eval.py"), str(tmp_path / "run")], capture_output=True, text=True)
-    assert redrawn.returncode == 0 and "report.md" in redrawn.stdout
     assert evaluation.main([str(tmp_path)]) == 2 and "is this the folder of a run?" in capsys.readouterr().err
 
 

@@ -46,8 +46,11 @@ from eval import Verdict  # noqa: E402
 # ---- a run of a second or two ------------------------------------------------------------------
 
 
+KINDS = {"math": "math", "science": "mcq", "tool": "tool"}                # task: its verifier
+
+
 def make_base(folder):
-    """A random Qwen3 of one layer with the tiny run's tokenizer."""
+    """A random Qwen3 of one layer with the tiny run's tokenizer, and beside it 40 prompts of three tasks."""
     from transformers import AutoTokenizer, Qwen3Config, Qwen3ForCausalLM
 
     tokenizer = AutoTokenizer.from_pretrained(ROOT / "configs" / "tiny" / "base")
@@ -58,13 +61,16 @@ def make_base(folder):
         eos_token_id=tokenizer.eos_token_id, tie_word_embeddings=True,
     )).save_pretrained(folder)
     tokenizer.save_pretrained(folder)
+    for name in KINDS:
+        lines = (ROOT / "configs" / "tiny" / f"{name}-train.jsonl").read_text().splitlines(keepends=True)
+        (folder / f"{name}.jsonl").write_text("".join(lines[:40]))
     return str(folder)
 
 
 def small(base, out_dir, **settings):
     """Three stages of four steps; the learning rate warms up and falls, a checkpoint follows every other step."""
-    tasks = [{"name": n, "path": str(ROOT / "configs" / "tiny" / f"{n}-train.jsonl"), "verifier": v, "train_limit": 20, "test_limit": 4,
-              "reference": "{reference}"} for n, v in (("math", "math"), ("science", "mcq"), ("tool", "tool"))]
+    tasks = [{"name": n, "path": f"{base}/{n}.jsonl", "verifier": v, "train_limit": 20, "test_limit": 4,
+              "reference": "{reference}"} for n, v in KINDS.items()]
     return continual.make_config({
         "model": base, "out_dir": str(out_dir), "tasks": tasks, "device": "cpu", "stage_steps": 4, "prompts_per_step": 3,
         "group_size": 3, "max_prompt_tokens": 128, "max_new_tokens": 5, "lr": 1e-2, "save_every": 2,

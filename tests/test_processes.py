@@ -24,7 +24,7 @@ VARIANTS = [
 # As on GPUs: bfloat16, layers made again in the backward pass, a teacher from another folder; too coarse for 1e-5.
 COARSE = {"name": "coarse", "set": {
     "method": "sdpo", "sdpo.teacher": "trust_region", "sdpo.init_from": str(ROOT / "configs/tiny/base"), "sdpo.init_mix": 0.5,
-    "optim.compute_dtype": "bfloat16", "optim.gradient_checkpointing": True}}
+    "optim.compute_dtype": "bfloat16", "optim.gradient_checkpointing": True, "tasks.0.steps": 1, "tasks.1.steps": 1}}
 
 
 def settings(tmp_path, name):
@@ -35,7 +35,7 @@ def settings(tmp_path, name):
 
 def torchrun(tmp_path, name, *overrides, timeout=240):
     """`continual.py` in two processes on the settings of this file."""
-    file = tmp_path / "two.yaml"
+    file = tmp_path / f"{name}.yaml"
     tree = yaml.safe_load((tmp_path / "config.yaml").read_text()) | {"variants": [*VARIANTS, COARSE]}
     file.write_text(yaml.safe_dump(tree))
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2", ROOT / "continual.py"]
@@ -48,13 +48,18 @@ def torchrun(tmp_path, name, *overrides, timeout=240):
 
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory):
-    """The same variants: in one process, and in two, which find the third one begun by a single process."""
+    """The same variants: in one process, and in two, which find the third one begun by a single process.
+
+    Returns:
+        their folder, the two processes' outcome, and that of two that are given an odd number of prompts.
+    """
     tmp_path = tmp_path_factory.mktemp("processes")
-    with pytest.MonkeyPatch.context() as patch:                            # one process gets through four of six steps
+    begun = settings(tmp_path, "two")
+    begun.variants = begun.variants[2:]
+    with ThreadPoolExecutor() as beside, pytest.MonkeyPatch.context() as patch:
+        odd = beside.submit(torchrun, tmp_path, "odd", "prompts_per_step=6")
         patch.setattr(continual, "train_step", _fail_at(continual.train_step, 5))
-        begun = settings(tmp_path, "two")
-        begun.variants = begun.variants[2:]
-        with pytest.raises(KeyError):
+        with pytest.raises(KeyError):                                      # one process gets through four of six steps
             run(begun, say=lambda text: None)
     config = settings(tmp_path, "one")
     config.variants.append(continual.Variant(**COARSE))
@@ -64,7 +69,7 @@ def runs(tmp_path_factory):
         run(config, say=lambda text: None)
         done = two.result()
     assert done.returncode == 0, done.stderr[-3000:]
-    return tmp_path, done
+    return tmp_path, done, odd.result()
 
 
 def assert_close_runs(one, two):
@@ -83,7 +88,7 @@ def assert_close_runs(one, two):
 
 @pytest.mark.parametrize("variant", [v["name"] for v in VARIANTS])
 def test_two_processes_give_the_losses_weights_and_matrix_of_one(runs, variant):
-    tmp_path, _ = runs
+    tmp_path, *_ = runs
     moved = weights(tmp_path / "one" / variant / "stage-2-science")
     base = weights(ROOT / "configs" / "tiny" / "base")
     assert max((moved[k] - base[k]).abs().max() for k in base) > 1e-4      # there is something to compare
@@ -102,7 +107,7 @@ def test_two_processes_in_bfloat16_stay_near_one(runs):
 
 
 def test_the_first_process_alone_speaks_and_writes(runs):
-    tmp_path, done = runs
+    tmp_path, done, _ = runs
     assert done.stdout.count("cut: continues from 002-000001") == 1 and done.stdout.count("report: ") == 1
     assert (tmp_path / "two" / "report.md").exists()
     answers = (tmp_path / "two" / "ema" / "answers" / "stage-2-math.jsonl").read_text().splitlines()
@@ -111,7 +116,7 @@ def test_the_first_process_alone_speaks_and_writes(runs):
 
 
 def test_one_process_goes_on_from_the_checkpoint_of_two(runs):
-    tmp_path, _ = runs
+    tmp_path, *_ = runs
     folder = tmp_path / "back"
     shutil.copytree(tmp_path / "two" / "ema", folder)
     for place in continual.checkpoints(folder):
@@ -125,12 +130,11 @@ def test_one_process_goes_on_from_the_checkpoint_of_two(runs):
     assert_close_runs(tmp_path / "one" / "ema", folder)
 
 
-def test_prompts_that_do_not_divide_are_refused_in_one_line(tmp_path):
-    tiny(tmp_path)
-    done = torchrun(tmp_path, "odd", "prompts_per_step=6")
+def test_prompts_that_do_not_divide_are_refused_in_one_line(runs):
+    tmp_path, _, done = runs
     lines = [line for line in done.stderr.splitlines() if line.startswith("error: ")]
     assert done.returncode != 0 and lines == [
-        f"error: {tmp_path / 'two.yaml'}: variant grpo: prompts_per_step: 6 isn't allowed with 2 processes; it must be a multiple of optim.updates_per_step times "
+        f"error: {tmp_path / 'odd.yaml'}: variant grpo: prompts_per_step: 6 isn't allowed with 2 processes; it must be a multiple of optim.updates_per_step times "
         "their number, 4"]
 
 

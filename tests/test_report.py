@@ -182,13 +182,15 @@ def test_response_drift_is_one_for_equal_answers_and_pairs_them():
         response_drift(model, tokenizer, a, b[:2])
 
 
-def test_a_model_that_is_gone_costs_the_drift_and_nothing_else(probed, tmp_path):
+def test_a_model_that_is_gone_costs_the_drift_and_nothing_else(probed, tmp_path, capsys):
+    """By `python eval.py RUN`."""
     import shutil
 
     folder = tmp_path / "copy"
     shutil.copytree(probed, folder)
     shutil.rmtree(folder / "stage-1-math")
-    text = report(folder).read_text()
+    assert measures.main([str(folder)]) == 0 and capsys.readouterr().out == f"wrote {folder / 'report.md'}\n"
+    text = (folder / "report.md").read_text()
     assert "Drift wasn't measured: " in text and "similarity" not in text and "accuracy.png" in text
 
 
@@ -326,9 +328,6 @@ def test_two_jobs_give_what_one_gives(tmp_path, monkeypatch):
     (tmp_path / "one").mkdir()
     overrides = ["variants=[{name: a, set: {method: sft}}]", "grid={seed: [0, 1]}", "stage_steps=2", "tasks.0.steps=2", "tasks.1.steps=2"]
     config = tiny(tmp_path, *overrides, f"out_dir={tmp_path / 'one'}")
-    with monkeypatch.context() as patch:
-        patch.setattr("continual.report", lambda folder, **_: folder)
-        alone = run(config)
     command = [sys.executable, ROOT / "continual.py", "--config", tmp_path / "config.yaml", "--jobs", "2", *overrides,
                "prompts_per_step=4", "group_size=4", "save_every=1", "eval.samples=1", f"out_dir={tmp_path / 'two'}"]
     stopped = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
@@ -338,8 +337,10 @@ def test_two_jobs_give_what_one_gives(tmp_path, monkeypatch):
     assert "stopped by SIGTERM; the same command continues" in stopped.communicate()[1] and stopped.returncode == 143
     parts = [(tmp_path / "two" / f"part-{i}.log").read_text() for i in (1, 2)]
     assert any("stopped by SIGTERM; saved in" in text for text in parts) and not (tmp_path / "two" / "report.md").exists()
-    done = subprocess.run(command, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
+    done = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
+    monkeypatch.setattr("continual.report", lambda folder, **_: folder)
+    alone = run(config)
+    assert done.wait() == 0, done.stderr.read()
     runs = load_runs(tmp_path / "two")
     assert {name: r["rows"] for name, r in runs.items()} == alone
     assert [r["seed"] for r in runs.values()] == [0, 1] and {r["variant"] for r in runs.values()} == {"a"}
