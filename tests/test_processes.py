@@ -33,15 +33,15 @@ def settings(tmp_path, name):
     return config
 
 
-def torchrun(tmp_path, name, *overrides, timeout=240):
-    """`continual.py` in two processes on the settings of this file."""
-    file = tmp_path / f"{name}.yaml"
+def torchrun(tmp_path):
+    """`continual.py` in two processes on the settings of this file, into the folder "two"."""
+    file = tmp_path / "two.yaml"
     tree = yaml.safe_load((tmp_path / "config.yaml").read_text()) | {"variants": [*VARIANTS, COARSE]}
     file.write_text(yaml.safe_dump(tree))
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2", ROOT / "continual.py"]
-    plain = [s for s in SHORT if not s.startswith("variants")] + ["lr=1e-4", "keep_checkpoints=20", f"out_dir={tmp_path / name}"]
+    plain = [s for s in SHORT if not s.startswith("variants")] + ["lr=1e-4", "keep_checkpoints=20", f"out_dir={tmp_path / 'two'}"]
     return subprocess.run(
-        [*command, "--config", file, *plain, *overrides], capture_output=True, text=True, timeout=timeout,
+        [*command, "--config", file, *plain], capture_output=True, text=True, timeout=240,
         env=os.environ | {"OMP_NUM_THREADS": "1"}, cwd=ROOT / "tests",
     )
 
@@ -51,13 +51,12 @@ def runs(tmp_path_factory):
     """The same variants: in one process, and in two, which find the third one begun by a single process.
 
     Returns:
-        their folder, the two processes' outcome, and that of two that are given an odd number of prompts.
+        their folder, and the two processes' outcome.
     """
     tmp_path = tmp_path_factory.mktemp("processes")
     begun = settings(tmp_path, "two")
     begun.variants = begun.variants[2:]
-    with ThreadPoolExecutor() as beside, pytest.MonkeyPatch.context() as patch:
-        odd = beside.submit(torchrun, tmp_path, "odd", "prompts_per_step=6")
+    with pytest.MonkeyPatch.context() as patch:
         patch.setattr(continual, "train_step", _fail_at(continual.train_step, 5))
         with pytest.raises(KeyError):                                      # one process gets through four of six steps
             run(begun, say=lambda text: None)
@@ -65,11 +64,11 @@ def runs(tmp_path_factory):
     config.variants.append(continual.Variant(**COARSE))
     with ThreadPoolExecutor() as beside, pytest.MonkeyPatch.context() as patch:
         patch.setattr(continual, "report", lambda folder, again: folder)
-        two = beside.submit(torchrun, tmp_path, "two")
+        two = beside.submit(torchrun, tmp_path)
         run(config, say=lambda text: None)
         done = two.result()
     assert done.returncode == 0, done.stderr[-3000:]
-    return tmp_path, done, odd.result()
+    return tmp_path, done
 
 
 def assert_close_runs(one, two):
@@ -88,7 +87,7 @@ def assert_close_runs(one, two):
 
 @pytest.mark.parametrize("variant", [v["name"] for v in VARIANTS])
 def test_two_processes_give_the_losses_weights_and_matrix_of_one(runs, variant):
-    tmp_path, *_ = runs
+    tmp_path, _ = runs
     moved = weights(tmp_path / "one" / variant / "stage-2-science")
     base = weights(ROOT / "configs" / "tiny" / "base")
     assert max((moved[k] - base[k]).abs().max() for k in base) > 1e-4      # there is something to compare
@@ -107,7 +106,7 @@ def test_two_processes_in_bfloat16_stay_near_one(runs):
 
 
 def test_the_first_process_alone_speaks_and_writes(runs):
-    tmp_path, done, _ = runs
+    tmp_path, done = runs
     assert done.stdout.count("cut: continues from 002-000001") == 1 and done.stdout.count("report: ") == 1
     assert (tmp_path / "two" / "report.md").exists()
     answers = (tmp_path / "two" / "ema" / "answers" / "stage-2-math.jsonl").read_text().splitlines()
@@ -116,7 +115,7 @@ def test_the_first_process_alone_speaks_and_writes(runs):
 
 
 def test_one_process_goes_on_from_the_checkpoint_of_two(runs):
-    tmp_path, *_ = runs
+    tmp_path, _ = runs
     folder = tmp_path / "back"
     shutil.copytree(tmp_path / "two" / "ema", folder)
     for place in continual.checkpoints(folder):
@@ -130,12 +129,14 @@ def test_one_process_goes_on_from_the_checkpoint_of_two(runs):
     assert_close_runs(tmp_path / "one" / "ema", folder)
 
 
-def test_prompts_that_do_not_divide_are_refused_in_one_line(runs):
-    tmp_path, _, done = runs
-    lines = [line for line in done.stderr.splitlines() if line.startswith("error: ")]
-    assert done.returncode != 0 and lines == [
-        f"error: {tmp_path / 'odd.yaml'}: variant grpo: prompts_per_step: 6 isn't allowed with 2 processes; it must be a multiple of optim.updates_per_step times "
-        "their number, 4"]
+def test_prompts_that_do_not_divide_are_refused_in_one_line(tmp_path, monkeypatch, capsys):
+    tiny(tmp_path)
+    monkeypatch.setattr(continual, "rank", lambda: (0, 2))
+    variants = "variants=[{name: a, set: {method: sft}}, {name: b, set: {method: grpo, optim.updates_per_step: 2}}]"
+    assert main(["--config", str(tmp_path / "config.yaml"), "prompts_per_step=6", variants, f"out_dir={tmp_path / 'run'}"]) == 2
+    assert capsys.readouterr().err == (
+        f"error: {tmp_path / 'config.yaml'}: variant b: prompts_per_step: 6 isn't allowed with 2 processes; it must be a multiple "
+        "of optim.updates_per_step times their number, 4\n")
 
 
 def test_another_copy_that_samples_is_weighed_by_a_capped_importance(tmp_path):
