@@ -1,5 +1,6 @@
 """The run: configuration, one step, and a folder in which nothing is lost."""
 
+import contextlib
 import json
 import os
 import shutil
@@ -36,6 +37,34 @@ def tiny(tmp_path, *overrides, tasks=2):
         if not (tmp_path / name).exists():
             (tmp_path / name).symlink_to(TINY.parent / name)
     return load_config(file, [*SHORT, f"out_dir={tmp_path / 'run'}", *overrides])
+
+
+@contextlib.contextmanager
+def beside(request, test, command, folder):
+    """A process for a test that would only wait: it runs beside the tests before it, if that test is to run.
+
+    Yields:
+        a function that waits for its end and returns (exit code, stdout, stderr).
+    """
+    if not any(item.name == test for item in request.session.items):
+        yield None
+        return
+    out, err = folder / "out.txt", folder / "err.txt"
+    with open(out, "w") as o, open(err, "w") as e, subprocess.Popen(command, stdout=o, stderr=e, cwd=folder) as process:
+        yield lambda: (process.wait(timeout=300), out.read_text(), err.read_text())
+        process.kill()
+
+
+@pytest.fixture(scope="module", autouse=True)
+def command_line(request, tmp_path_factory):
+    """`python continual.py` from end to end, beside the other tests of this file."""
+    folder = tmp_path_factory.mktemp("command")
+    tiny(folder)
+    variants = "variants=[{name: grpo, set: {method: grpo}}, {name: sdpo, set: {method: sdpo, sdpo.teacher: restart}}]"
+    command = [sys.executable, str(ROOT / "continual.py"), "--config", "config.yaml", *SHORT, variants, "tasks.0.steps=2",
+               "tasks.1.steps=1", f"out_dir={folder / 'run'}"]
+    with beside(request, "test_command_line_from_end_to_end", command, folder) as wait:
+        yield folder, wait
 
 
 @pytest.fixture(autouse=True)
@@ -604,29 +633,26 @@ def test_sets_out_of_distribution_are_measured_and_never_trained_on(tmp_path, ev
 # ---- the whole thing ---------------------------------------------------------------------------
 
 
-def test_command_line_from_end_to_end(tmp_path, capsys):
+def test_command_line_from_end_to_end(command_line, tmp_path, capsys):
     """Two variants over two tasks; every promised file is there, and the models open."""
     import eval as evaluation
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
-    tiny(tmp_path)
-    variants = "variants=[{name: grpo, set: {method: grpo}}, {name: sdpo, set: {method: sdpo, sdpo.teacher: restart}}]"
-    command = [sys.executable, str(ROOT / "continual.py"), "--config", str(tmp_path / "config.yaml"), *SHORT, variants,
-               "tasks.0.steps=2", "tasks.1.steps=1", f"out_dir={tmp_path / 'run'}"]
-    done = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path)
-    assert done.returncode == 0, done.stderr
-    assert "| after stage" in done.stdout and "forgetting" in done.stdout and "reward" in done.stderr
+    folder, wait = command_line
+    code, out, err = wait()
+    assert code == 0, err
+    assert "| after stage" in out and "forgetting" in out and "reward" in err
     for name in ("grpo", "sdpo"):
-        folder = tmp_path / "run" / name
-        matrix = json.loads((folder / "matrix.json").read_text())
+        place = folder / "run" / name
+        matrix = json.loads((place / "matrix.json").read_text())
         assert matrix["tasks"] == ["math", "science"] and len(matrix["rows"]) == 3
-        assert [line["step"] for line in log(folder)] == [1, 2, 1]
-        model = AutoModelForCausalLM.from_pretrained(folder / "stage-2-science")
-        assert AutoTokenizer.from_pretrained(folder / "stage-2-science").chat_template
+        assert [line["step"] for line in log(place)] == [1, 2, 1]
+        model = AutoModelForCausalLM.from_pretrained(place / "stage-2-science")
+        assert AutoTokenizer.from_pretrained(place / "stage-2-science").chat_template
         assert model.num_parameters() < 10**6
-    text = (tmp_path / "run" / "report.md").read_text()
+    text = (folder / "run" / "report.md").read_text()
     for figure in ("accuracy.png", "steps.png", "final.png"):
-        assert figure in text and (tmp_path / "run" / figure).stat().st_size > 5000
+        assert figure in text and (folder / "run" / figure).stat().st_size > 5000
     assert evaluation.main([str(tmp_path)]) == 2 and "is this the folder of a run?" in capsys.readouterr().err
 
 

@@ -37,6 +37,7 @@ import torch  # noqa: E402
 torch.set_num_threads(1)
 
 from safetensors.torch import load_file  # noqa: E402
+from test_continual import beside  # noqa: E402
 from tqdm import tqdm  # noqa: E402
 
 import continual  # noqa: E402
@@ -260,6 +261,14 @@ def survive(kills, seed, folder):
 SETTINGS = METHODS["sdpo"]
 
 
+@pytest.fixture(scope="module", autouse=True)
+def killed(request, tmp_path_factory):
+    """The harness in a process of its own, which never computed anything that a fork could not carry on."""
+    command = [sys.executable, __file__, "--kills", "20"]
+    with beside(request, "test_kills_at_random_moments", command, tmp_path_factory.mktemp("killed")) as wait:
+        yield wait
+
+
 @pytest.fixture(scope="module")
 def base(tmp_path_factory):
     return make_base(tmp_path_factory.mktemp("base"))
@@ -319,13 +328,6 @@ def resume(config):
     said = []
     continual.run(config, say=said.append)
     return said
-
-
-def test_kills_at_random_moments():
-    """In a process of its own, which never computed anything that a fork could not carry on."""
-    done = subprocess.run([sys.executable, __file__, "--kills", "20"], capture_output=True, text=True, timeout=300)
-    assert done.returncode == 0, done.stdout + done.stderr[-3000:]
-    assert "survived 20 kills" in done.stdout
 
 
 @pytest.mark.parametrize("name, n", [
@@ -817,6 +819,13 @@ def test_a_resumed_stage_does_not_warn_again(tmp_path, base, light, monkeypatch,
     assert capsys.readouterr().err.count("no response was right") == 1
     resume(config)
     assert capsys.readouterr().err.count("no response was right") == 2     # of stages 2 and 3
+
+
+def test_kills_at_random_moments(killed):
+    """Last, as they come about beside the other tests."""
+    code, out, err = killed()
+    assert code == 0, out + err[-3000:]
+    assert "survived 20 kills" in out
 
 
 def main(argv=None):
