@@ -73,8 +73,9 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, set_se
 from transformers.utils import logging as transformers_logging
 
 from eval import (
-    AT_LEAST_1, NOT_NEGATIVE, POSITIVE, SHARE, Task, TaskSpec, VerifierError, accuracy, continual_metrics, format_marks, format_matrix,
-    load_task, model_folder, one_line, paired_matrices, repeated_ngrams, report, response_drift, saved_answers, verify, weight_drift,
+    AT_LEAST_1, NAME, NOT_NEGATIVE, POSITIVE, SHARE, Task, TaskSpec, VerifierError, accuracy, continual_metrics, format_marks,
+    format_matrix, load_task, model_folder, one_line, paired_matrices, repeated_ngrams, report, response_drift, saved_answers, verify,
+    weight_drift,
 )
 from grpo import encode, flash_attention, group_advantages, grpo_loss, left_pad, rollout
 from kernels import fused_token_kl, fused_token_logps, masked_mean, predicting
@@ -329,9 +330,9 @@ def _check_whole(c):
     for fine, message in rules:
         if not fine:
             raise ConfigError(message)
-    for key, named in (("tasks", c.tasks), ("ood", c.ood), ("variants", c.variants)):
+    for key, named in (("tasks", c.tasks), ("ood", c.ood), ("variants", c.variants), ("variants", [v for v, *_ in planned(c)])):
         for i, name in enumerate(x.name for x in named):
-            if not re.fullmatch(r"\w[\w .,+=()%@-]*", name) or len(name.encode()) > 100 or Path(name).suffix in FILES:
+            if not NAME.fullmatch(name) or len(name.encode()) > 100 or Path(name).suffix in FILES:
                 raise ConfigError(f"{key}.{i}.name: {_shown(name)} isn't allowed; names become folders: 100 letters, digits, "
                                   "spaces or .,+=()%@_- at most, the first a letter or digit, the end no file's")
     _check_templates(c)
@@ -450,7 +451,8 @@ def make_config(tree, folder="."):
 
 
 def planned(config):
-    """All runs of a config with variants: [(Variant, name of what it was made of, {key of the grid: value})].
+    """All runs of a config with variants: [(Variant, name of what it was made of, {key of the grid: value})]. A key is
+    called by its last part where no other one ends alike.
 
     >>> [v.name for v, *_ in planned(Config("m", "o", [], variants=[Variant("a")], grid={"lr": [0.1, 0.2], "seed": [0]}))]
     ['a-lr=0.1-seed=0', 'a-lr=0.2-seed=0']
@@ -459,7 +461,8 @@ def planned(config):
     for variant in config.variants:
         for values in itertools.product(*config.grid.values()):
             chosen = dict(zip(config.grid, values))
-            short = {key.rpartition(".")[2]: value for key, value in chosen.items()}
+            last = [key.rpartition(".")[2] for key in chosen]
+            short = {end if last.count(end) == 1 else key: value for (key, value), end in zip(chosen.items(), last)}
             name = "-".join([variant.name, *(f"{key}={value}" for key, value in short.items())])
             made.append((Variant(name, variant.set | chosen), variant.name, short))
     return made
@@ -999,8 +1002,8 @@ class BadNumbers(FloatingPointError):
 
 
 def update(model, teacher, reference, optimizer, batch, config, pad_id):
-    """Gradients of a batch over micro-batches, then the optimizer, then the teacher; several times
-    on parts of the batch with updates_per_step. Rows without a signal aren't computed, but count.
+    """Gradients of a batch over micro-batches, then the optimizer, then the teacher; several times on parts of the
+    batch with updates_per_step. Rows without a signal aren't computed; under grpo their tokens count in the mean.
 
     Returns:
         dict of floats: means over the updates. Raises BadNumbers before a bad update.
@@ -1310,17 +1313,24 @@ def finished_rows(config, folder):
     return rows if isinstance(rows, list) and len(rows) == len(config.tasks) + 1 else None
 
 
+def base_asked(config):
+    """(what the base of a config is asked, a name for its answers): variants that ask the same share them."""
+    tree = dataclasses.asdict(config)
+    asked = {k: tree[k] for k in ("model", "tasks", "ood", "eval", "seed", "max_new_tokens", "max_prompt_tokens", "rollout")}
+    text = json.dumps(asked | {"compute_dtype": config.optim.compute_dtype}, default=str)
+    return json.loads(text), f"base-{config.seed}-{hashlib.sha256(text.encode()).hexdigest()[:6]}"
+
+
 def base_row(player, tokenizer, tasks, config, folder, stop):
     """The base's row, measured once for all variants that ask it the same questions; others wait for it meanwhile."""
-    file, tree = Path(folder) / f"base-{config.seed}.json", dataclasses.asdict(config)
-    asked = {k: tree[k] for k in ("model", "tasks", "ood", "eval", "seed", "max_new_tokens", "max_prompt_tokens", "rollout")}
-    asked = json.loads(json.dumps(asked | {"compute_dtype": config.optim.compute_dtype}, default=str))
+    asked, label = base_asked(config)
+    file = Path(folder) / f"{label}.json"
     with contextlib.ExitStack() as held:
         first_only(lambda: held.enter_context(folder_lock(folder, ".base.lock", wait=True)) and None)
         noted = first_only(lambda: _noted(file))
         if noted.get("asked") == asked:
             return noted["row"]
-        row, details = measure(player, tokenizer, tasks, config, Path(folder) / "answers" / f"base-{config.seed}", stop)
+        row, details = measure(player, tokenizer, tasks, config, Path(folder) / "answers" / label, stop)
         first_only(lambda: write_whole(file, json.dumps({"asked": asked, "row": row, "details": details})))
         return row
 
@@ -1336,7 +1346,8 @@ def check_probe(model, config):
 
 
 def demonstrated(task, answers, tokenizer, config):
-    """The first test prompts of a task as a teacher sees them: with a right answer of the base's in each that has one."""
+    """A task's test prompts as a teacher sees them, with a right answer of the base's in each; prompts without one,
+    and those that grow over max_teacher_tokens by it, are left out."""
     s, shown = config.sdpo, []
     for example, record in zip(task.test, answers):
         right = next((t for t, r in zip(record["responses"], record["rewards"]) if r >= s.threshold), "")
@@ -1351,20 +1362,21 @@ def demonstrated(task, answers, tokenizer, config):
 def probe(model, player, tokenizer, tasks, teacher, config, stage, shared):
     """Drift from the base and what the teacher can do, in the middle of a stage: numbers for the step's line.
 
-    weight_drift's means; over the stage's test prompts test_accuracy and similarity (response_drift's mean); and taught,
-    the teacher's accuracy on each task with a right answer of the base's in the prompt (grpo, sft: the policy's own),
-    of which teacher_accuracy is the stage's. A trust region's teacher is asked as its frozen part.
+    weight_drift's means. test_accuracy, similarity: of the policy on the stage's test prompts (response_drift's mean).
+    taught: {task: the teacher's accuracy with a right answer of the base's in the prompt}; without a teacher the policy
+    is asked, and of a trust region's the frozen part. teacher_accuracy: taught[the stage's task].
     """
     n, started = config.eval.probe_prompts, tasks[stage - 1]
-    kept = {t.spec.name: saved_answers(shared / "answers" / f"base-{config.seed}-{t.spec.name}.jsonl")[1] for t in tasks}
+    base = base_asked(config)[1]
+    kept = {t.spec.name: saved_answers(shared / "answers" / f"{base}-{t.spec.name}.jsonl")[1] for t in tasks}
     player.refresh(model)
     now = ask(player.model, tokenizer, dataclasses.replace(started, test=started.test[:n]), config)
     found = weight_drift(model_folder(config.model), model)["mean"] | {"test_accuracy": now["accuracy"]}
     settle(model)
     before = [text for record in kept[started.spec.name][:n] for text in record["responses"]]
     if len(before) == len(now["responses"]):
-        base = load_model(config.model, config, player.model.device).to(player.model.dtype)
-        found["similarity"] = response_drift(base, tokenizer, before, now["responses"]).mean().item()
+        reader = load_model(config.model, config, player.model.device).to(player.model.dtype)
+        found["similarity"] = response_drift(reader, tokenizer, before, now["responses"]).mean().item()
     if teacher is not None:
         player.refresh(teacher.model)
     asked = player.model if teacher is None or player.apart else teacher.model
@@ -1508,7 +1520,7 @@ def train_stage(model, player, tokenizer, tasks, config, state, place, folder, s
                 if rank()[0] == 0:
                     os.fsync(log.fileno())
                 save()
-            stop()
+                stop()
 
 
 def prepare(config, loaded, say):
@@ -1584,6 +1596,7 @@ def run_variant(config, folder, shared, loaded, label, say=print):
                 raise SystemExit(128 + came[0])
             return bool(came)
 
+        first_only(lambda: write_whole(folder / "base.json", json.dumps({"model": config.model, "answers": base_asked(config)[1]})))
         if not state["rows"]:
             state["rows"] = [base_row(player, tokenizer, tasks, config, shared, stop)]
         if state["stage"] > 1:
@@ -1884,9 +1897,10 @@ def plan(config, folder, card=None, gpus=1, say=print):
             took = [plan_seconds(w, name, gpus) for w, _ in work]
             row(f"  {words}: s, rollout + training", [f"{r:.0f} + {t:.0f}" for r, t, _ in took])
             hours = [(steps * (r + t) / 3600, stages * e / 3600) for r, t, e in took]
-            total = sum(map(sum, hours)) + hours[0][1] / stages            # the base is evaluated once
+            runs = math.prod(map(len, config.grid.values())) if config.variants else 1
+            total = runs * sum(map(sum, hours)) + hours[0][1] / stages     # the base is evaluated once
             row(f"  {words}: h, steps + tests ({total:.0f})", [f"{a:.1f} + {b:.1f}" for a, b in hours])
-    say(f"{steps} steps, {stages} evaluations; in parentheses the hours of all variants and the base's evaluation.\n"
+    say(f"{steps} steps, {stages} evaluations; in parentheses the hours of all runs, the grid's too, and of the base's evaluation.\n"
         f"Assumed, not measured: mean lengths of {MEAN:.0%} of the longest; {COMPUTE:.0%} of a card's dense bfloat16 FLOP/s;\n"
         f"{BANDWIDTH:.0%} of its bandwidth in decoding, where a response that ends makes room for the next;\n"
         f"{1 - ROOM:.0%} of its memory for CUDA and fragments; {TEST_PROMPTS} test prompts where a task has no test_limit.\n"

@@ -1021,8 +1021,8 @@ def mmd(x, y):
     pooled = torch.cat([x, y]).double()
     squared = torch.cdist(pooled, pooled).square()
     off = ~torch.eye(len(pooled), dtype=torch.bool, device=pooled.device)
-    bandwidth = squared[off].median().clamp(min=1e-12)
-    kernel, n = torch.exp(-squared / (2 * bandwidth)), len(x)
+    h2 = squared[off].median().clamp(min=1e-12)                            # h^2
+    kernel, n = torch.exp(-squared / (2 * h2)), len(x)                     # (n + m, n + m)
     return (kernel[:n, :n].mean() + kernel[n:, n:].mean() - 2 * kernel[:n, n:].mean()).clamp(min=0).item()
 
 
@@ -1030,9 +1030,9 @@ def mmd(x, y):
 # The report of a run
 # ------------------------------------------------------------------------------------------------
 
-# Okabe and Ito's colours, apart for colour-blind eyes; markers and dashes keep them apart in grey.
+# Okabe and Ito's colours, apart for colour-blind eyes (their yellow darkened, to show on white); markers and dashes keep them apart in grey.
 STYLES = [("#0072B2", "o", "-"), ("#D55E00", "s", "--"), ("#009E73", "^", "-."), ("#CC79A7", "D", ":"),
-          ("#E69F00", "v", "-"), ("#56B4E9", "P", "--"), ("#000000", "X", "-."), ("#F0E442", "*", ":")]
+          ("#E69F00", "v", "-"), ("#56B4E9", "P", "--"), ("#000000", "X", "-."), ("#7A6A00", "*", ":")]
 
 
 def format_matrix(tasks, R):
@@ -1045,6 +1045,9 @@ def format_matrix(tasks, R):
         name = "0 base" if i == 0 else f"{i} {tasks[i - 1]}"
         lines.append(f"| {name:<{label}} | " + " | ".join(f"{r:>{width}.3f}" for r in row) + " |")
     return "\n".join(lines)
+
+
+NAME = re.compile(r"\w[\w .,+=()%@-]*")                                   # of a task or a variant: it becomes a folder's
 
 
 def load_runs(folder):
@@ -1060,11 +1063,16 @@ def load_runs(folder):
     runs = {}
     for name, entry in known.items():
         place = folder / name if entry else folder
+        if entry and not NAME.fullmatch(name):
+            raise ValueError(f"{folder / 'comparison.json'}: {name!r} isn't the name of a folder in it")
         if not (place / "matrix.json").exists():
             raise ValueError(f"{place}: no matrix.json; is this the folder of a run?")
         grid, log = dict(entry.get("grid", {})), place / "metrics.jsonl"
         steps = [json.loads(line) for line in log.read_text(encoding="utf-8").splitlines()] if log.exists() else []
         runs[name] = {"place": place, "shared": folder, "steps": steps, "ood": {"tasks": [], "rows": []}} | read(place / "matrix.json")
+        for task in runs[name]["tasks"] + runs[name]["ood"]["tasks"]:
+            if not NAME.fullmatch(task):
+                raise ValueError(f"{place / 'matrix.json'}: {task!r} isn't the name of a task")
         runs[name] |= {"variant": entry.get("variant", name), "seed": grid.pop("seed", None),
                        "setting": ", ".join(f"{key} {value}" for key, value in grid.items())}
     return runs
@@ -1091,14 +1099,16 @@ def measure_drift(run):
     Raises:
         ValueError: a model or an answer is missing.
     """
-    import yaml
     from transformers import AutoModelForCausalLM, AutoTokenizer
     from transformers.utils import logging
 
     logging.disable_progress_bar()
     place, device = run["place"], "cuda" if torch.cuda.is_available() else "cpu"
-    config = yaml.safe_load((place / "config.yaml").read_text(encoding="utf-8"))
-    base, sets = model_folder(config["model"]), run["tasks"] + run["ood"]["tasks"]
+    try:
+        of = json.loads((place / "base.json").read_text(encoding="utf-8"))
+        base, sets = model_folder(of["model"]), run["tasks"] + run["ood"]["tasks"]
+    except (OSError, KeyError, TypeError, ValueError) as e:
+        raise ValueError(f"{place / 'base.json'}: can't tell the base and its answers: {one_line(e)}") from None
     model = AutoModelForCausalLM.from_pretrained(base, use_safetensors=True).to(device)
     tokenizer = AutoTokenizer.from_pretrained(base)
 
@@ -1109,7 +1119,7 @@ def measure_drift(run):
         return found
 
     responses = lambda records: [text for record in records for text in record["responses"]]  # noqa: E731
-    before = answers(run["shared"], f"base-{config['seed']}")
+    before = answers(run["shared"], of["answers"])
     prompts = [embed(model, tokenizer, [record["prompt"] for record in before[t]]) for t in sets]
     drift = {"sets": sets, "mmd": [[mmd(x, y) for y in prompts] for x in prompts], "stages": []}
     for i, task in enumerate(run["tasks"][: len(run["rows"]) - 1], 1):
@@ -1310,7 +1320,7 @@ def _draw_similarity(c):
             if ax.get_subplotspec().is_first_row():
                 ax.set_title(words, fontsize=10)
         row[0].set_ylabel(f"{setting}\ncosine similarity".strip())
-    figure.suptitle(f"left halves: {first}; right halves: the variant below; lines: medians", fontsize=9)
+    figure.suptitle(f"left halves: {first}; right halves: the variant below; lines: medians; {c.words.replace('mean and range', 'all answers')}", fontsize=9)
     c.finish(figure, "similarity")
 
 
@@ -1334,7 +1344,8 @@ def _draw_distance(c):
         ax.axhline(0, color="0.6", linewidth=1, zorder=0)
         ax.set(xlabel="MMD² between the prompts", title=setting)
     axes[0][0].set_ylabel("change of accuracy in a stage")
-    figure.supxlabel("points: a stage, a set and a seed each; lines: means of their quarters by distance", fontsize=9)
+    figure.supxlabel(f"points: a stage, a set and a seed each ({c.words.removeprefix('mean and range of ')}); "
+                     "lines: means of their quarters by distance", fontsize=9)
     c.finish(figure, "distance")
 
 

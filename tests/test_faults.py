@@ -348,17 +348,18 @@ def test_a_run_cut_in_its_second_variant_ends_the_same(tmp_path, base, light):
     make = lambda name: small(base, tmp_path / name, variants=variants, **SETTINGS)  # noqa: E731
 
     def assert_the_same():
-        for name in ("a/matrix.json", "a/metrics.jsonl", "base-0.json", "comparison.json"):
+        for name in ("a/matrix.json", "a/metrics.jsonl", row, "comparison.json"):
             one, two = ((tmp_path / run / name).read_text() for run in ("whole", "run"))
             assert re.sub(r'"seconds": [\d.]+', "", one) == re.sub(r'"seconds": [\d.]+', "", two)
         assert not differences(contents(tmp_path / "run" / "b"), contents(tmp_path / "whole" / "b"))
 
     continual.run(make("whole"), say=lambda text: None)
+    (row,) = (path.name for path in (tmp_path / "whole").glob("base-0-*.json"))
     run_until(make("run"), "train_step", 6 + 7)
     assert any("a: finished before" in text for text in resume(make("run")))
     assert_the_same()
     shutil.rmtree(tmp_path / "run" / "b")
-    (tmp_path / "run" / "base-0.json").write_text('{"row": ')
+    (tmp_path / "run" / row).write_text('{"row": ')
     resume(make("run"))
     assert_the_same()
 
@@ -535,7 +536,8 @@ def test_a_lost_matrix_is_written_again_and_a_lost_base_row_not_missed(tmp_path,
     folder = tmp_path / "run"
     shutil.copytree(half, folder)
     run_until(small(base, folder, **SETTINGS), "begin_stage", 2)           # in its third stage
-    for name in ("matrix.json", "base-0.json"):
+    (row,) = (path.name for path in folder.glob("base-0-*.json"))
+    for name in ("matrix.json", row):
         (folder / name).unlink()
         if text is not None:
             (folder / name).write_text(text)

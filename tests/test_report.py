@@ -163,7 +163,7 @@ def test_drift_against_itself_is_none_and_prompts_are_kept(probed):
     model, tokenizer = AutoModelForCausalLM.from_pretrained(base), AutoTokenizer.from_pretrained(base)
     clouds = []
     for name in ("science", "far"):
-        _, records = saved_answers(probed / "answers" / f"base-0-{name}.jsonl")
+        _, records = saved_answers(next((probed / "answers").glob(f"base-0-*-{name}.jsonl")))
         assert len(records) == 8 and all("Put the" in r["prompt"] for r in records)
         clouds.append(embed(model, tokenizer, [r["prompt"] for r in records]))
     assert drift["mmd"][1][2] == pytest.approx(mmd(*clouds), rel=1e-4)
@@ -309,6 +309,38 @@ def test_a_wrong_grid_is_named(tmp_path, grid, words):
     assert words in str(caught.value)
 
 
+def test_keys_of_a_grid_that_end_alike_keep_their_whole_names(tmp_path):
+    made = planned(tiny(tmp_path, *GRID, "grid={rollout.temperature: [0.5, 1], eval.temperature: [0], seed: [3]}"))
+    names = [f"a-rollout.temperature={t}-eval.temperature=0-seed=3" for t in (0.5, 1)]
+    assert [v.name for v, *_ in made][:2] == names and len({v.name for v, *_ in made}) == len(made)
+    with pytest.raises(ConfigError, match="'a-model=a/b' isn't allowed; names become folders"):
+        tiny(tmp_path, *GRID, "grid={model: [a/b]}")
+
+
+def test_variants_that_ask_their_base_otherwise_keep_its_answers_apart(tmp_path, monkeypatch):
+    """Two of other lengths; the drift of the first is measured when the second has asked its own base."""
+    monkeypatch.setattr("continual.report", lambda folder, **_: folder)
+    config = tiny(tmp_path, "variants=[{name: short, set: {eval.max_new_tokens: 4}}, {name: long}]", "method=sft",
+                  "tasks.0.steps=1", "tasks.1.steps=1")
+    run(config)
+    answers = {}
+    for name, of in load_runs(tmp_path / "run").items():
+        label = json.loads((of["place"] / "base.json").read_text())["answers"]
+        answers[name] = [r["responses"] for r in saved_answers(tmp_path / "run" / "answers" / f"{label}-math.jsonl")[1]]
+        assert measures.measure_drift(of)["sets"] == ["math", "science"]
+    assert max(len(text) for texts in answers["short"] for text in texts) < max(len(text) for texts in answers["long"] for text in texts)
+
+
+@pytest.mark.parametrize("file, old, new", [("comparison.json", "ema-5-lr=1e-3-seed=1", "../elsewhere"),
+                                            ("grpo-lr=5e-4-seed=0/matrix.json", "code", "../../elsewhere")])
+def test_a_run_that_points_out_of_its_folder_is_refused(made_up, file, old, new, capsys):
+    path = made_up / file
+    path.write_text(path.read_text().replace(old, new))
+    assert measures.main([str(made_up)]) == 2
+    kind = "task" if "matrix" in file else "folder in it"
+    assert capsys.readouterr().err == f"error: {path}: {new!r} isn't the name of a {kind}\n"
+
+
 def test_a_grid_needs_variants(tmp_path):
     with pytest.raises(ConfigError, match="grid: needs variants"):
         tiny(tmp_path, "grid={seed: [1]}")
@@ -345,7 +377,7 @@ def test_two_jobs_give_what_one_gives(tmp_path, monkeypatch):
     assert {name: r["rows"] for name, r in runs.items()} == alone
     assert [r["seed"] for r in runs.values()] == [0, 1] and {r["variant"] for r in runs.values()} == {"a"}
     assert alone["a-seed=0"] != alone["a-seed=1"] and "mean and range of 2 seeds" in (tmp_path / "two" / "report.md").read_text()
-    assert {p.name for p in (tmp_path / "two").glob("base-*.json")} == {"base-0.json", "base-1.json"}
+    assert sorted(p.name[:7] for p in (tmp_path / "two").glob("base-*.json")) == ["base-0-", "base-1-"]
 
 
 def test_the_findings_are_eight_methods_at_three_rates_with_three_seeds():
