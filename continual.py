@@ -16,7 +16,8 @@ numbers from (seed, stage, step) alone: a run that was killed continues bit for 
 checkpoint, because there is no other random state to lose.
 
 Where we differ from the official code: one process runs the whole sequence (there each stage is a
-cluster job, joined by hand); settings live in one YAML file, and none has two defaults.
+cluster job, joined by hand); settings live in one YAML file, and a run takes every one from its Config (the
+defaults of the losses and of eval.accuracy are for use by hand).
 
 Under torchrun every process takes its share of a step's prompts, groups whole, and of the weights
 (FSDP2); a prompt's random numbers are its own, so the number of processes changes nothing either.
@@ -103,7 +104,7 @@ FINITE = (math.isfinite, "a finite number")
 class RolloutConfig:
     temperature: Annotated[float, POSITIVE] = 1.0    # of sampling in training; divides the losses' logits too
     batch_size: Annotated[int, NOT_NEGATIVE] = 0     # responses sampled at once; 0: the whole step
-    importance_cap: Annotated[float, POSITIVE] = 2.0  # where another copy of the model samples: see `resample_logps`
+    importance_cap: Annotated[float, POSITIVE] = 2.0  # where another copy of the model samples: see `recompute_logps`
     chat_template: dict = field(default_factory=dict)  # arguments of the chat template, e.g. enable_thinking
     engine: Literal["auto", "loop", "continuous", "static"] = "auto"  # see rollout_engine
 
@@ -185,7 +186,7 @@ class Config:
     method: Literal["grpo", "sdpo", "sft"] = "grpo"            # what turns responses into a gradient
     variants: list[Variant] = field(default_factory=list)      # run one after another from the same base
     grid: dict = field(default_factory=dict)                   # dotted keys and lists of values: each variant with every combination
-    seed: Annotated[int, NOT_NEGATIVE] = 0                     # of all randomness
+    seed: Annotated[int, NOT_NEGATIVE] = 0                     # of sampling, prompt order and dropped tokens; not of a task's split
     stage_steps: Annotated[int, AT_LEAST_1] = 50               # training steps for each task
     prompts_per_step: Annotated[int, AT_LEAST_1] = 32          # P
     group_size: Annotated[int, AT_LEAST_1] = 8                 # G, responses to each prompt
@@ -703,7 +704,8 @@ def load_tasks(config, tokenizer, say=print):
             task = load_task(spec, evaluate_only=i >= len(config.tasks))
         except ValueError as e:
             raise ConfigError(str(e)) from None
-        for part, examples in (("training", task.train), ("test", task.test))[i >= len(config.tasks):]:
+        parts = {"test": task.test} if i >= len(config.tasks) else {"training": task.train, "test": task.test}
+        for part, examples in parts.items():
             try:
                 reasons = [too_long(e) for e in examples]
             except Exception as e:  # chat templates raise what they like, e.g. at a system message
@@ -750,7 +752,7 @@ def check_model(config, tokenizer):
 
 
 def step_seed(*parts):
-    """A seed from (seed, stage, step, ...), the only source of randomness in a run."""
+    """A seed from (seed, stage, step, ...): nothing else is random in a step or an evaluation."""
     return int.from_bytes(hashlib.sha256(repr(parts).encode()).digest()[:4], "big")
 
 
@@ -780,7 +782,7 @@ def response_states(model, prompts, responses, mask, pad_id):
         (n, T, H).
     """
     ids, present = left_pad(prompts, pad_id, responses.device)             # (n, L)
-    ids, present = torch.cat([ids, responses], 1), torch.cat([present, mask.long()], 1)
+    ids, present = torch.cat([ids, responses], 1), torch.cat([present, mask.long()], 1)      # (n, L + T)
     positions = (present.cumsum(-1) - 1).clamp(min=0)
     inputs = dict(input_ids=ids, attention_mask=present, position_ids=positions, use_cache=False)
     states = model.states(**inputs) if isinstance(model, FSDPModule) else model.base_model(**inputs).last_hidden_state
@@ -811,7 +813,7 @@ def micro_batches(lengths, budget):
 
 @dataclass
 class Batch:
-    """What the loss of one step needs; N rows. `signal` marks the rows whose loss isn't 0 by design."""
+    """What the loss of one step needs; N rows. `signal` marks the rows that teach: grpo's in a mixed group, sdpo's with a target."""
 
     prompts: list                       # N lists of ids: what the student saw
     responses: torch.Tensor             # (N, T)
@@ -855,7 +857,7 @@ def collect(model, player, tokenizer, task, examples, config, seed=0, pad_id=0):
     advantages = group_advantages(rewards, config.grpo.scale_by_std, config.grpo.eps).flatten()
     batch = Batch([out.prompts[i // G] for i in range(len(out))], out.response_ids, out.mask, [], out.logps)
     if player.apart or out.logps is None:
-        resample_logps(model, batch, config, pad_id)
+        recompute_logps(model, batch, config, pad_id)
     s = config.sdpo
     if config.method == "grpo":
         batch.advantages = advantages.to(model.device)
@@ -904,19 +906,20 @@ def sample_numbers(batch, out, verdicts, rewards):
 
 
 @torch.no_grad()
-def resample_logps(model, batch, config, pad_id):
-    """What another copy of the model sampled (other numbers, other kernels) is weighed as if the policy had.
+def recompute_logps(model, batch, config, pad_id):
+    """Log-probs of the sampled tokens under the policy itself, where a copy sampled them or the engine gave none.
 
-    The training pass's own log-probs become the old ones, and each token gets the truncated importance
-    weight min(exp(logp_old - logp_sampled), cap), a constant for the gradient.
+    A copy computes in another precision or with other kernels, so it samples from a slightly different distribution.
+    These log-probs become the old ones; where the sampler's are known, each token gets the truncated importance weight
+    min(exp(logp_old - logp_sampled), cap), a constant for the gradient.
     """
     sampled, batch.old_logps = batch.old_logps, torch.zeros_like(batch.mask, dtype=torch.float32)
     lengths = [(len(p), n) for p, n in zip(batch.prompts, batch.mask.sum(-1).tolist())]
     model.eval()
-    for rows, counts in together(micro_batches(lengths, config.optim.micro_batch_tokens), [0]):
-        mask = batch.mask[rows]
+    for rows, _ in together(micro_batches(lengths, config.optim.micro_batch_tokens), [0]):
+        mask = batch.mask[rows]                                            # (n, T)
         with autocast(model.device, config):
-            states = response_states(model, [batch.prompts[i] for i in rows], batch.responses[rows], mask, pad_id)[mask]
+            states = response_states(model, [batch.prompts[i] for i in rows], batch.responses[rows], mask, pad_id)[mask]  # (tokens, H)
             logps, _ = fused_token_logps(
                 states, model.get_output_embeddings(), batch.responses[rows][mask],
                 temperature=config.rollout.temperature, chunk=config.optim.chunk)
@@ -971,7 +974,8 @@ def micro_loss(model, teacher, reference, batch, rows, total, config, pad_id):
         weights = torch.full_like(old[mask], 1 / total) if importance is None else importance[mask] / total
         with torch.no_grad():
             seen = [batch.teacher_prompts[i] or batch.prompts[i] for i in rows]
-            taught = response_states(teacher.model, seen, responses, reach, pad_id)[mask]
+            taught = response_states(teacher.model, seen, responses, reach, pad_id)[mask]        # (tokens, H)
+        # This loss carries the gradient; sdpo_loss, below, is asked for its metrics alone, from detached numbers.
         loss, divergence, logps, _ = fused_token_kl(
             states, head, taught, teacher.model.get_output_embeddings(), weights, tokens,
             alpha=s.alpha, topk=s.topk, tail=s.tail, sampled=s.sampled_token, temperature=temperature, chunk=o.chunk,
@@ -1009,11 +1013,11 @@ def update(model, teacher, reference, optimizer, batch, config, pad_id):
         dict of floats: means over the updates. Raises BadNumbers before a bad update.
     """
     N, parts = len(batch.prompts), config.optim.updates_per_step
-    responses = config.method == "grpo" and config.grpo.aggregation == "sequence_mean"
+    per_response = config.method == "grpo" and config.grpo.aggregation == "sequence_mean"
     logs = []
     for part in (range(i * N // parts, (i + 1) * N // parts) for i in range(parts)):
         rows = [i for i in part if batch.signal[i]]
-        total, computed = (len(x) if responses else int(batch.mask[list(x)].sum()) for x in (part, rows))
+        total, computed = (len(x) if per_response else int(batch.mask[list(x)].sum()) for x in (part, rows))
         sizes = summed({"total": total, "computed": computed, "rows": len(rows)})
         total, computed = max(1, sizes["total"]), max(1, sizes["computed"])
         if not sizes["rows"]:                                              # nothing to learn: no update at all
@@ -1326,7 +1330,7 @@ def base_row(player, tokenizer, tasks, config, folder, stop):
     asked, label = base_asked(config)
     file = Path(folder) / f"{label}.json"
     with contextlib.ExitStack() as held:
-        first_only(lambda: held.enter_context(folder_lock(folder, ".base.lock", wait=True)) and None)
+        first_only(lambda: held.enter_context(folder_lock(folder, ".base.lock", wait=True)))
         noted = first_only(lambda: _noted(file))
         if noted.get("asked") == asked:
             return noted["row"]
@@ -1664,7 +1668,7 @@ def run_variants(config, held, say, part):
     """
     out, results, comparison, loaded, whole = Path(config.out_dir), {}, {}, {}, part[1] == 1
     if whole:
-        first_only(lambda: held.enter_context(folder_lock(out)) and None)
+        first_only(lambda: held.enter_context(folder_lock(out)))
     if config.variants:
         first_only(lambda: claim_folder(config, out))
     mine = planned(config)[part[0] - 1 :: part[1]]
@@ -1673,7 +1677,7 @@ def run_variants(config, held, say, part):
         own, name = (variant_config(config, variant), variant.name) if variant else (config, out.name)
         folder = Path(own.out_dir)
         if variant:                                                        # it could be another run's out_dir
-            first_only(lambda: held.enter_context(folder_lock(folder)) and None)
+            first_only(lambda: held.enter_context(folder_lock(folder)))
         results[name] = run_variant(own, folder, out, loaded, name, say)
         if variant and whole:
             comparison[name] = continual_metrics(results[name]) | {"variant": kind, "grid": grid}
@@ -1712,9 +1716,9 @@ def run_jobs(config, command, jobs):
 
     What each says goes to part-i.log in the run folder. They stop as this process does.
     """
-    out, total = Path(config.out_dir), planned(config)
+    out, runs = Path(config.out_dir), planned(config)
     environment = os.environ | {"OMP_NUM_THREADS": str(max(1, (os.cpu_count() or 1) // jobs))}
-    done = lambda: sum(finished_rows(config, out / v.name) is not None for v, *_ in total)  # noqa: E731
+    done = lambda: sum(finished_rows(config, out / v.name) is not None for v, *_ in runs)  # noqa: E731
     with folder_lock(out), contextlib.ExitStack() as held:
         claim_folder(config, out)
         logs = [out / f"part-{i}.log" for i in range(1, jobs + 1)]
@@ -1723,7 +1727,7 @@ def run_jobs(config, command, jobs):
             for i, log in enumerate(logs, 1):
                 file = held.enter_context(open(log, "w", encoding="utf-8"))
                 workers.append(subprocess.Popen([*command, "--part", f"{i}/{jobs}"], stdout=file, stderr=file, env=environment))
-            with tqdm(total=len(total), desc="variants") as bar:
+            with tqdm(total=len(runs), desc="variants") as bar:
                 while any(w.poll() is None for w in workers):
                     bar.update(done() - bar.n)
                     time.sleep(1)

@@ -1320,7 +1320,8 @@ def _draw_similarity(c):
             if ax.get_subplotspec().is_first_row():
                 ax.set_title(words, fontsize=10)
         row[0].set_ylabel(f"{setting}\ncosine similarity".strip())
-    figure.suptitle(f"left halves: {first}; right halves: the variant below; lines: medians; {c.words.replace('mean and range', 'all answers')}", fontsize=9)
+    seeds = c.words.replace("mean and range", "all answers")
+    figure.suptitle(f"left halves: {first}; right halves: the variant below; lines: medians; {seeds}", fontsize=9)
     c.finish(figure, "similarity")
 
 
@@ -1365,8 +1366,8 @@ def _draw_mmd(c, drift):
 
 
 READING = {
-    "relative": "Mean accuracy against the base in percent, over the tasks learnt: above on the tasks themselves, below on "
-                "sets that no stage trains. A line that falls loses what it, or the base, could do.",
+    "relative": "Mean accuracy against the base in percent, over the tasks learnt. Upper row: the tasks; lower row, if "
+                "there is one: sets that no stage trains. A line that falls loses what it, or the base, could do.",
     "accuracy": "One panel a task, one line a variant; the grey line marks the stage that trains the task. Left of "
                 "it a line shows transfer from other tasks, right of it a fall is forgetting.",
     "final": "Accuracy after the last stage. The black line is the base: a bar below it lost what the base could do.",
@@ -1378,8 +1379,8 @@ READING = {
                 "Above 0 a stage helped, below 0 it harmed.",
     "mmd": "How far apart the sets' prompts lie for the base: 0 for the same, more for less alike. It depends on the words of "
            "the prompts as much as on the skill.",
-    "steps": "Divergence that falls while reward falls too is a teacher following its student into collapse; so are format "
-             "marks that multiply. The teacher's accuracy is with a right demonstration in its prompt, on test prompts.",
+    "steps": "Where divergence and reward fall together, a teacher follows its student into collapse; format marks that "
+             "multiply are another sign. The teacher's accuracy is on test prompts that hold a right demonstration.",
 }
 
 

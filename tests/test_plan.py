@@ -251,6 +251,16 @@ def test_a_plan_loads_nothing_and_leaves_nothing(small, tmp_path, no_network, ca
     assert "2,008 parameters" in out and "L4: at most 21.6 GB" in out and "40% of a card's dense bfloat16" in out
 
 
+def test_a_grid_multiplies_the_hours(small, capsys):
+    """Of one variant: steps and tests as often as there are runs, the base's evaluation once."""
+    c, hours = small(stage_steps=10**9), []
+    c.variants = [continual.Variant("a")]
+    for c.grid in ({}, {"seed": [0, 1], "lr": [1e-5, 2e-5, 3e-5]}):
+        continual.plan(c, CONFIGS, "L4")
+        hours.append(float(re.search(r"longest: h, steps \+ tests \((\d+)\)", capsys.readouterr().out)[1]))
+    assert hours[0] > 1000 and hours[1] == pytest.approx(6 * hours[0], rel=1e-3)
+
+
 def test_the_hub_is_asked_for_a_shape_last_and_nothing_is_kept(small, tmp_path, monkeypatch):
     c, asked = small(), []
     local = continual.AutoConfig.from_pretrained(c.model)

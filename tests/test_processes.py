@@ -153,7 +153,7 @@ def test_another_copy_that_samples_is_weighed_by_a_capped_importance(tmp_path):
     right = torch.stack(right).detach() * mask
     batch.old_logps = right - 0.5
     batch.old_logps[1, 2] -= 1.5
-    continual.resample_logps(model, batch, config, tokenizer.pad_token_id)
+    continual.recompute_logps(model, batch, config, tokenizer.pad_token_id)
     torch.testing.assert_close(batch.old_logps, right, atol=1e-5, rtol=0)
     expected = torch.full((2, 6), 0.5).exp()
     expected[1, 2] = 2.0                                                   # e^2 is over the cap
