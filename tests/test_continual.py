@@ -480,7 +480,7 @@ def test_a_save_before_the_first_update_changes_nothing(tmp_path, monkeypatch):
         return batch, numbers
 
     monkeypatch.setattr(continual, "collect", silent_at_first)
-    for name, every, cut in (("plain", 1000, None), ("saved", 1, None), ("cut", 1, 5)):
+    for name, every, cut in (("plain", 1000, None), ("cut", 1, 5)):
         settings = ["method=grpo", "lr=1e-2", f"save_every={every}", f"out_dir={tmp_path / name}"]
         if cut:
             with monkeypatch.context() as patch:
@@ -489,8 +489,7 @@ def test_a_save_before_the_first_update_changes_nothing(tmp_path, monkeypatch):
                     run(tiny(tmp_path, *settings))
         run(tiny(tmp_path, *settings))
         weights_of[name] = weights(tmp_path / name / "stage-2-science")
-    for name in ("saved", "cut"):
-        assert all(torch.equal(weights_of["plain"][k], weights_of[name][k]) for k in weights_of["plain"])
+    assert all(torch.equal(w, weights_of["cut"][k]) for k, w in weights_of["plain"].items())
 
 
 def test_sigterm_saves_and_exits(tmp_path):
@@ -580,7 +579,7 @@ def evaluated(tmp_path_factory):
     return folder / "run"
 
 
-@pytest.mark.parametrize("end", [2, 7, 12, 17, 24])
+@pytest.mark.parametrize("end", [2, 12, 24])
 def test_a_run_cut_inside_an_evaluation_goes_on_behind_the_last_batch(tmp_path, batches, evaluated, end):
     batches[0] = end
     with pytest.raises(KeyError):

@@ -330,18 +330,6 @@ def resume(config):
     return said
 
 
-@pytest.mark.parametrize("name, n", [
-    ("train_step", 1), ("train_step", 7), ("dcp.save", 2), ("dcp.save", 6), ("dcp.save", 9), ("accuracy", 1), ("accuracy", 5),
-    ("accuracy", 12), ("save_model", 1), ("write_whole", 5), ("write_whole", 7), ("write_whole", 8), ("write_whole", 9), ("_flush", 3), ("_flush", 4), ("shutil.rmtree", 6)])
-def test_a_run_cut_anywhere_ends_the_same(tmp_path, base, light, uninterrupted, name, n):
-    """The process dies at the start of the n-th step, save, evaluation, model folder or small file; before a whole
-    checkpoint gets its name, just after that, or where an old one goes."""
-    config = small(base, tmp_path / "run", **SETTINGS)
-    run_until(config, name, n)
-    resume(config)
-    assert not differences(contents(tmp_path / "run"), uninterrupted)
-
-
 def test_a_run_cut_in_its_second_variant_ends_the_same(tmp_path, base, light):
     """In its second stage; what the first variant has finished isn't touched again. Then it is lost, and the base's row too."""
     variants = [{"name": "a", "set": {"method": "grpo", "stage_steps": 2}}, {"name": "b"}]
@@ -821,6 +809,37 @@ def test_a_resumed_stage_does_not_warn_again(tmp_path, base, light, monkeypatch,
     assert capsys.readouterr().err.count("no response was right") == 1
     resume(config)
     assert capsys.readouterr().err.count("no response was right") == 2     # of stages 2 and 3
+
+
+CUTS = [("train_step", 1), ("train_step", 7), ("dcp.save", 2), ("dcp.save", 6), ("dcp.save", 9), ("accuracy", 1), ("accuracy", 5),
+        ("accuracy", 12), ("save_model", 1), ("write_whole", 6), ("write_whole", 8), ("write_whole", 9), ("write_whole", 10),
+        ("_flush", 3), ("_flush", 4), ("shutil.rmtree", 6)]
+
+
+@pytest.fixture(scope="module")
+def cuts(base, tmp_path_factory):
+    """Runs that died at each of these calls and were continued, in forks, two at once. Returns their folder."""
+    place, alive = tmp_path_factory.mktemp("cuts"), []
+
+    def die_and_go_on(config, name, n):
+        run_until(config, name, n)
+        resume(config)
+        return 0
+
+    for name, n in CUTS:
+        config, errors = small(base, place / f"{name}-{n}", **SETTINGS), place / f"{name}-{n}.log"
+        alive.append((start(config, Watch(), errors, lambda: die_and_go_on(config, name, n)), errors))
+        while len(alive) == 2 or alive and (name, n) == CUTS[-1]:
+            pid, errors = alive.pop(0)
+            assert os.waitpid(pid, 0)[1] == 0, errors.read_text()[-3000:]
+    return place
+
+
+@pytest.mark.parametrize("name, n", CUTS)
+def test_a_run_cut_anywhere_ends_the_same(cuts, uninterrupted, name, n):
+    """The process dies at the start of the n-th step, save, evaluation, model folder or small file; before a whole
+    checkpoint gets its name, just after that, or where an old one goes."""
+    assert not differences(contents(cuts / f"{name}-{n}"), uninterrupted)
 
 
 def test_kills_at_random_moments(killed):

@@ -253,7 +253,7 @@ def test_a_plan_loads_nothing_and_leaves_nothing(small, tmp_path, no_network, ca
 
 def test_a_grid_multiplies_the_hours(small, capsys):
     """Of one variant: steps and tests as often as there are runs, the base's evaluation once."""
-    c, hours = small(stage_steps=10**9), []
+    c, hours = small(stage_steps=10**14), []
     c.variants = [continual.Variant("a")]
     for c.grid in ({}, {"seed": [0, 1], "lr": [1e-5, 2e-5, 3e-5]}):
         continual.plan(c, CONFIGS, "L4")
