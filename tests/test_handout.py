@@ -299,7 +299,8 @@ def graded(tmp_path_factory):
     rename = "raise type(f'secret {x.tolist()}', (RuntimeError,), {})()"
     cases = {
         "some": (submission(ALL[:3]), ["-m", "T1 or T3 or T4 or T10"]),
-        "hang": (solve(submission(["T1", *ALL[2:]]), "T2", "while True: pass"), ["-m", "T1 or T2 or T3", "--limit=1"]),
+        "hang": (solve(submission(["T1", *ALL[2:]]), "T2", "while temperature != 1: pass\n    raise ValueError"),
+                 ["-m", "T1 or T2 or T3", "--limit=1"]),
         "hang in C": (submission(ALL, grpo="sum(range(10**13))"), ["-m", "T1 or T7 or T10", "--limit=1"]),
         "crash": (submission(ALL, eval="raise OSError('gone')", sdpo="import ctypes; ctypes.string_at(0)"),
                   ["-m", "T1 or T7 or T10 or T14"]),
@@ -351,7 +352,8 @@ def test_solved_tasks_earn_their_points(graded):
 def test_a_hang_costs_its_own_tests_only(graded):
     rows, log = graded["hang"]
     assert score(rows, "T1") == (6, 6) and score(rows, "T3") == (5, 5) and score(rows, "T2") == (0, 6)
-    assert {r["output"] for r in rows if r["tags"] == ["T2"]} == {"took longer than its time limit"}
+    outputs = [r["output"].partition(" (")[0].partition("\n")[0] for r in rows if r["tags"] == ["T2"]]
+    assert sorted(set(outputs)) == ["ValueError", "took longer than its time limit"]
     rows, log = graded["hang in C"]
     assert score(rows, "T1") == (6, 6) and score(rows, "T10") == (6, 6) and score(rows, "T7") == (0, 6)
     outputs = [r["output"] for r in rows if r["tags"] == ["T7"]]
