@@ -1262,6 +1262,12 @@ def claim_folder(config, folder):
     write_whole(file, yaml.safe_dump(own, sort_keys=False, allow_unicode=True))
 
 
+def claim_shared(config, folder):
+    """`claim_folder` where other parts of the same run may do it at this moment."""
+    with folder_lock(folder, ".config.lock", wait=True):
+        claim_folder(config, folder)
+
+
 # ------------------------------------------------------------------------------------------------
 # The sequence of tasks
 # ------------------------------------------------------------------------------------------------
@@ -1670,7 +1676,7 @@ def run_variants(config, held, say, part):
     if whole:
         first_only(lambda: held.enter_context(folder_lock(out)))
     if config.variants:
-        first_only(lambda: claim_folder(config, out))
+        first_only(lambda: claim_shared(config, out))
     mine = planned(config)[part[0] - 1 :: part[1]]
     prepare_all(config, [variant for variant, *_ in mine], loaded, say)
     for variant, kind, grid in mine or [(None, None, None)] * (not config.variants):

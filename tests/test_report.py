@@ -6,6 +6,7 @@ import subprocess
 import sys
 import time
 import types
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
@@ -14,7 +15,7 @@ from test_continual import ROOT, TINY, tiny
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import eval as measures
-from continual import ConfigError, ask, load_config, main, planned, run
+from continual import ConfigError, ask, claim_shared, load_config, main, planned, run
 from eval import compare, embed, load_runs, matrix_drift, mmd, principal_mask, repeated_ngrams, report, response_drift, saved_answers, spectrum, weight_drift
 
 
@@ -378,6 +379,16 @@ def test_two_jobs_give_what_one_gives(tmp_path, monkeypatch):
     assert [r["seed"] for r in runs.values()] == [0, 1] and {r["variant"] for r in runs.values()} == {"a"}
     assert alone["a-seed=0"] != alone["a-seed=1"] and "mean and range of 2 seeds" in (tmp_path / "two" / "report.md").read_text()
     assert sorted(p.name[:7] for p in (tmp_path / "two").glob("base-*.json")) == ["base-0-", "base-1-"]
+
+
+def test_parts_that_begin_together_note_one_config(tmp_path):
+    """They write the same file; without a lock one takes the other's temporary away."""
+    config = tiny(tmp_path)
+    (tmp_path / "run").mkdir()
+    with ThreadPoolExecutor(8) as parts:
+        for done in [parts.submit(claim_shared, config, tmp_path / "run") for _ in range(200)]:
+            done.result()
+    assert yaml.safe_load((tmp_path / "run" / "config.yaml").read_text())["model"] == config.model
 
 
 def test_the_findings_are_eight_methods_at_three_rates_with_three_seeds():
