@@ -1899,6 +1899,7 @@ def plan(config, folder, card=None, gpus=1, say=print):
         for part in works[words][0][0]:
             row(f"  PFLOP, {part}", [f"{w[part][0] / 1e15:.4g}" for w, _ in works[words]])
     steps, stages = sum(t.steps or config.stage_steps for t in config.tasks), len(config.tasks)
+    runs = math.prod(map(len, config.grid.values()))                       # of each variant; 1 without a grid
     for name in [card] if card else CARDS:
         room = ROOM * CARDS[name][0]
         peaks = [max(phases.values()) / 1e9 for _, phases in memory]
@@ -1907,7 +1908,6 @@ def plan(config, folder, card=None, gpus=1, say=print):
             took = [plan_seconds(w, name, gpus) for w, _ in work]
             row(f"  {words}: s, rollout + training", [f"{r:.0f} + {t:.0f}" for r, t, _ in took])
             hours = [(steps * (r + t) / 3600, stages * e / 3600) for r, t, e in took]
-            runs = math.prod(map(len, config.grid.values())) if config.variants else 1
             total = runs * sum(map(sum, hours)) + hours[0][1] / stages     # the base is evaluated once
             row(f"  {words}: h, steps + tests ({total:.0f})", [f"{a:.1f} + {b:.1f}" for a, b in hours])
     say(f"{steps} steps, {stages} evaluations; in parentheses the hours of all runs, the grid's too, and of the base's evaluation.\n"

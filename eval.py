@@ -1030,7 +1030,8 @@ def mmd(x, y):
 # The report of a run
 # ------------------------------------------------------------------------------------------------
 
-# Okabe and Ito's colours, apart for colour-blind eyes (their yellow darkened, to show on white); markers and dashes keep them apart in grey.
+# Okabe and Ito's colours, apart for colour-blind eyes (their yellow darkened, to show on white); markers and dashes keep
+# them apart in grey.
 STYLES = [("#0072B2", "o", "-"), ("#D55E00", "s", "--"), ("#009E73", "^", "-."), ("#CC79A7", "D", ":"),
           ("#E69F00", "v", "-"), ("#56B4E9", "P", "--"), ("#000000", "X", "-."), ("#7A6A00", "*", ":")]
 
@@ -1071,7 +1072,7 @@ def load_runs(folder):
         steps = [json.loads(line) for line in log.read_text(encoding="utf-8").splitlines()] if log.exists() else []
         runs[name] = {"place": place, "shared": folder, "steps": steps, "ood": {"tasks": [], "rows": []}} | read(place / "matrix.json")
         for task in runs[name]["tasks"] + runs[name]["ood"]["tasks"]:
-            if not NAME.fullmatch(task):
+            if not NAME.fullmatch(str(task)):
                 raise ValueError(f"{place / 'matrix.json'}: {task!r} isn't the name of a task")
         runs[name] |= {"variant": entry.get("variant", name), "seed": grid.pop("seed", None),
                        "setting": ", ".join(f"{key} {value}" for key, value in grid.items())}
@@ -1105,10 +1106,11 @@ def measure_drift(run):
     logging.disable_progress_bar()
     place, device = run["place"], "cuda" if torch.cuda.is_available() else "cpu"
     try:
-        of = json.loads((place / "base.json").read_text(encoding="utf-8"))
-        base, sets = model_folder(of["model"]), run["tasks"] + run["ood"]["tasks"]
+        noted = json.loads((place / "base.json").read_text(encoding="utf-8"))
+        name, label = str(noted["model"]), NAME.fullmatch(noted["answers"])[0]
     except (OSError, KeyError, TypeError, ValueError) as e:
         raise ValueError(f"{place / 'base.json'}: can't tell the base and its answers: {one_line(e)}") from None
+    base, sets = model_folder(name), run["tasks"] + run["ood"]["tasks"]
     model = AutoModelForCausalLM.from_pretrained(base, use_safetensors=True).to(device)
     tokenizer = AutoTokenizer.from_pretrained(base)
 
@@ -1119,7 +1121,7 @@ def measure_drift(run):
         return found
 
     responses = lambda records: [text for record in records for text in record["responses"]]  # noqa: E731
-    before = answers(run["shared"], of["answers"])
+    before = answers(run["shared"], label)
     prompts = [embed(model, tokenizer, [record["prompt"] for record in before[t]]) for t in sets]
     drift = {"sets": sets, "mmd": [[mmd(x, y) for y in prompts] for x in prompts], "stages": []}
     for i, task in enumerate(run["tasks"][: len(run["rows"]) - 1], 1):
