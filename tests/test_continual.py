@@ -1,6 +1,5 @@
 """The run: configuration, one step, and a folder in which nothing is lost."""
 
-import contextlib
 import json
 import os
 import shutil
@@ -39,32 +38,20 @@ def tiny(tmp_path, *overrides, tasks=2):
     return load_config(file, [*SHORT, f"out_dir={tmp_path / 'run'}", *overrides])
 
 
-@contextlib.contextmanager
-def beside(request, test, command, folder):
-    """A process for a test that would only wait: it runs beside the tests before it, if that test is to run.
-
-    Yields:
-        a function that waits for its end and returns (exit code, stdout, stderr).
-    """
-    if not any(item.name == test for item in request.session.items):
-        yield None
-        return
-    out, err = folder / "out.txt", folder / "err.txt"
-    with open(out, "w") as o, open(err, "w") as e, subprocess.Popen(command, stdout=o, stderr=e, cwd=folder) as process:
-        yield lambda: (process.wait(timeout=300), out.read_text(), err.read_text())
-        process.kill()
-
-
-@pytest.fixture(scope="module", autouse=True)
-def command_line(request, tmp_path_factory):
-    """`python continual.py` from end to end, beside the other tests of this file."""
-    folder = tmp_path_factory.mktemp("command")
+def two_variants(folder):
+    """`python continual.py` from end to end."""
     tiny(folder)
     variants = "variants=[{name: grpo, set: {method: grpo}}, {name: sdpo, set: {method: sdpo, sdpo.teacher: restart}}]"
-    command = [sys.executable, str(ROOT / "continual.py"), "--config", "config.yaml", *SHORT, variants, "tasks.0.steps=2",
-               "tasks.1.steps=1", f"out_dir={folder / 'run'}"]
-    with beside(request, "test_command_line_from_end_to_end", command, folder) as wait:
-        yield folder, wait
+    return [sys.executable, str(ROOT / "continual.py"), "--config", str(folder / "config.yaml"), *SHORT, variants,
+            "tasks.0.steps=2", "tasks.1.steps=1", f"out_dir={folder / 'run'}"]
+
+
+BESIDE = {"command_line": two_variants}
+
+
+@pytest.fixture
+def command_line(beside):
+    return beside(two_variants)
 
 
 @pytest.fixture(autouse=True)
@@ -643,10 +630,9 @@ def test_command_line_from_end_to_end(command_line, tmp_path, capsys):
     import eval as evaluation
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
-    folder, wait = command_line
-    code, out, err = wait()
-    assert code == 0, err
-    assert "| after stage" in out and "forgetting" in out and "reward" in err
+    folder, done = command_line
+    assert done.returncode == 0, done.stderr
+    assert "| after stage" in done.stdout and "forgetting" in done.stdout and "reward" in done.stderr
     for name in ("grpo", "sdpo"):
         place = folder / "run" / name
         matrix = json.loads((place / "matrix.json").read_text())

@@ -37,7 +37,6 @@ import torch  # noqa: E402
 torch.set_num_threads(1)
 
 from safetensors.torch import load_file  # noqa: E402
-from test_continual import beside  # noqa: E402
 from tqdm import tqdm  # noqa: E402
 
 import continual  # noqa: E402
@@ -261,12 +260,13 @@ def survive(kills, seed, folder):
 SETTINGS = METHODS["sdpo"]
 
 
-@pytest.fixture(scope="module", autouse=True)
-def killed(request, tmp_path_factory):
+BESIDE = {"killed": lambda folder: [sys.executable, __file__, "--kills", "20"]}
+
+
+@pytest.fixture
+def killed(beside):
     """The harness in a process of its own, which never computed anything that a fork could not carry on."""
-    command = [sys.executable, __file__, "--kills", "20"]
-    with beside(request, "test_kills_at_random_moments", command, tmp_path_factory.mktemp("killed")) as wait:
-        yield wait
+    return beside(BESIDE["killed"])[1]
 
 
 @pytest.fixture(scope="module")
@@ -843,10 +843,8 @@ def test_a_run_cut_anywhere_ends_the_same(cuts, uninterrupted, name, n):
 
 
 def test_kills_at_random_moments(killed):
-    """Last, as they come about beside the other tests."""
-    code, out, err = killed()
-    assert code == 0, out + err[-3000:]
-    assert "survived 20 kills" in out
+    assert killed.returncode == 0, killed.stdout + killed.stderr[-3000:]
+    assert "survived 20 kills" in killed.stdout
 
 
 def main(argv=None):

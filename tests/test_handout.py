@@ -147,11 +147,10 @@ def test_autograd_stands_in_for_the_gradient_written_out(tmp_path, alpha, topk, 
         torch.testing.assert_close(mine, their)
 
 
-def test_check_finds_no_fault():
+def test_check_finds_no_fault(checked):
     """The solution earns everything, a handout nothing; each task unlocks its own tests; each mutant is caught."""
-    done = run(TESTS / "handout.py", "--check")
-    assert done.returncode == 0, done.stdout[-2000:] + done.stderr
-    assert "15 tasks, " in done.stdout and ", 0 faults" in done.stdout and len(handout.MUTANTS) >= 30
+    assert checked.returncode == 0, checked.stdout[-2000:] + checked.stderr
+    assert "15 tasks, " in checked.stdout and ", 0 faults" in checked.stdout and len(handout.MUTANTS) >= 30
 
 
 # ---- the comparison ----------------------------------------------------------------------------
@@ -291,10 +290,8 @@ CHEATS = {
 }
 
 
-@pytest.fixture(scope="module")
-def graded(tmp_path_factory):
-    """{case: (rows of its results, what pytest printed)}, all run in forks of one fresh process."""
-    place = tmp_path_factory.mktemp("submissions")
+def submissions(place):
+    """A command that grades many submissions, all in forks of one fresh process."""
     echo = "raise ValueError(f'secret {x.tolist()}')"
     rename = "raise type(f'secret {x.tolist()}', (RuntimeError,), {})()"
     cases = {
@@ -314,19 +311,31 @@ def graded(tmp_path_factory):
     wrong = "return x.nan_to_num(0, 0, 0).sum() * 0 + 8.0"                 # in every test
     for name, text in CHEATS.items():
         cases[f"cheat: {name}"] = (solve(submission(kernels=text), "T1", wrong), ["-m", "T1"])
-    folders = []
-    for n, (texts, arguments) in enumerate(cases.values()):
-        folders.append([str(place / str(n)), *arguments])
-        handout._tree(place / str(n), texts)
-    (place / "cases.json").write_text(json.dumps(folders))
-    script = ("import json, sys; from pathlib import Path; import handout\n"
-              "cases = [(Path(f), *a) for f, *a in json.load(open(sys.argv[1]))]\n"
-              "Path(sys.argv[1]).write_text(json.dumps(handout.grade(cases)))")
-    done = run("-c", script, place / "cases.json", cwd=TESTS)
+    for case, (texts, _) in cases.items():
+        handout._tree(place / case, texts)
+    (place / "cases.json").write_text(json.dumps({case: arguments for case, (_, arguments) in cases.items()}))
+    script = ("import json, sys; from pathlib import Path; import handout; place = Path(sys.argv[1])\n"
+              "cases = json.loads((place / 'cases.json').read_text())\n"
+              "rows = handout.grade([(place / case, *arguments) for case, arguments in cases.items()])\n"
+              "(place / 'rows.json').write_text(json.dumps(dict(zip(cases, rows))))")
+    return [sys.executable, "-c", script, str(place)]
+
+
+BESIDE = {"checked": lambda folder: [sys.executable, str(TESTS / "handout.py"), "--check"], "graded": submissions}
+
+
+@pytest.fixture
+def checked(beside):
+    return beside(BESIDE["checked"])[1]
+
+
+@pytest.fixture(scope="module")
+def graded(beside):
+    """{case: (rows of its results, what pytest printed)}."""
+    place, done = beside(submissions)
     assert done.returncode == 0, done.stderr
-    logs = [(place / str(n) / "log.txt").read_text() for n in range(len(cases))]
     assert not list(place.rglob("__pycache__"))                            # nothing is left in a submission's folder
-    return dict(zip(cases, zip(json.loads((place / "cases.json").read_text()), logs)))
+    return {case: (rows, (place / case / "log.txt").read_text()) for case, rows in json.loads((place / "rows.json").read_text()).items()}
 
 
 # What isn't a report, where one is due.

@@ -1,11 +1,11 @@
 """Several processes: two on the CPU must do what one does, to 1e-5 in float32."""
 
+import contextlib
+import io
 import json
 import os
 import shutil
-import subprocess
 import sys
-from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
@@ -34,40 +34,38 @@ def settings(tmp_path, name):
 
 
 def torchrun(tmp_path):
-    """`continual.py` in two processes on the settings of this file, into the folder "two"."""
+    """`continual.py` in two processes on the settings of this file, into the folder "two"; one process has begun the last."""
+    begun = settings(tmp_path, "two")
+    begun.variants = begun.variants[2:]
+    with pytest.MonkeyPatch.context() as patch, contextlib.redirect_stderr(io.StringIO()):
+        patch.setattr(continual, "train_step", _fail_at(continual.train_step, 5))
+        with pytest.raises(KeyError):                                      # one process gets through four of six steps
+            run(begun, say=lambda text: None)
     file = tmp_path / "two.yaml"
     tree = yaml.safe_load((tmp_path / "config.yaml").read_text()) | {"variants": [*VARIANTS, COARSE]}
     file.write_text(yaml.safe_dump(tree))
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2", ROOT / "continual.py"]
     plain = [s for s in SHORT if not s.startswith("variants")] + ["lr=1e-4", "keep_checkpoints=20", f"out_dir={tmp_path / 'two'}"]
-    return subprocess.run(
-        [*command, "--config", file, *plain], capture_output=True, text=True, timeout=240,
-        env=os.environ | {"OMP_NUM_THREADS": "1"}, cwd=ROOT / "tests",
-    )
+    return [*command, "--config", file, *plain]
+
+
+BESIDE = {"runs": torchrun}
 
 
 @pytest.fixture(scope="module")
-def runs(tmp_path_factory):
+def runs(beside):
     """The same variants: in one process, and in two, which find the third one begun by a single process.
 
     Returns:
         their folder, and the two processes' outcome.
     """
-    tmp_path = tmp_path_factory.mktemp("processes")
-    begun = settings(tmp_path, "two")
-    begun.variants = begun.variants[2:]
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(continual, "train_step", _fail_at(continual.train_step, 5))
-        with pytest.raises(KeyError):                                      # one process gets through four of six steps
-            run(begun, say=lambda text: None)
+    tmp_path, done = beside(torchrun)
+    assert done.returncode == 0, done.stderr[-3000:]
     config = settings(tmp_path, "one")
     config.variants.append(continual.Variant(**COARSE))
-    with ThreadPoolExecutor() as beside, pytest.MonkeyPatch.context() as patch:
+    with pytest.MonkeyPatch.context() as patch:
         patch.setattr(continual, "report", lambda folder, again: folder)
-        two = beside.submit(torchrun, tmp_path)
         run(config, say=lambda text: None)
-        done = two.result()
-    assert done.returncode == 0, done.stderr[-3000:]
     return tmp_path, done
 
 
