@@ -78,7 +78,7 @@ from eval import (
     format_matrix, load_task, model_folder, one_line, paired_matrices, repeated_ngrams, report, response_drift, saved_answers, verify,
     weight_drift,
 )
-from grpo import encode, flash_attention, group_advantages, grpo_loss, left_pad, rollout
+from grpo import RolloutError, encode, flash_attention, group_advantages, grpo_loss, left_pad, rollout
 from kernels import fused_token_kl, fused_token_logps, masked_mean, predicting
 from sdpo import FEEDBACK, REPROMPT, SOLUTION, Teacher, drop_tokens, sdpo_loss, strip_thinking, teacher_messages, teacher_prompts
 
@@ -559,7 +559,7 @@ def all_or_none(action):
     result = error = None
     try:
         result = action()
-    except (FloatingPointError, VerifierError) as e:
+    except (FloatingPointError, RolloutError, VerifierError) as e:
         error = e
     if failed := next((e for e in every_rank(error) if e is not None), None):
         raise failed
@@ -998,9 +998,9 @@ def micro_loss(model, teacher, reference, batch, rows, total, config, pad_id):
     )
 
 
-class BadNumbers(FloatingPointError):
-    """A loss or gradient that isn't finite; `updates` of this step had been made before it, and
-    `place` says in words where in the run it was."""
+class FailedStep(RuntimeError):
+    """A step that can't be made: numbers that aren't finite, or samples or verdicts that don't come. `updates` of it
+    had been made before, and `place` says in words where in the run it was."""
 
     updates, place = 0, ""
 
@@ -1010,7 +1010,7 @@ def update(model, teacher, reference, optimizer, batch, config, pad_id):
     batch with updates_per_step. Rows without a signal aren't computed; under grpo their tokens count in the mean.
 
     Returns:
-        dict of floats: means over the updates. Raises BadNumbers before a bad update.
+        dict of floats: means over the updates. Raises FailedStep before a bad update.
     """
     N, parts = len(batch.prompts), config.optim.updates_per_step
     per_response = config.method == "grpo" and config.grpo.aggregation == "sequence_mean"
@@ -1040,7 +1040,7 @@ def update(model, teacher, reference, optimizer, batch, config, pad_id):
         log["grad_norm"] = _whole(torch.nn.utils.clip_grad_norm_(model.parameters(), config.optim.grad_clip)).item()
         if not (math.isfinite(log["loss"]) and math.isfinite(log["grad_norm"])):
             optimizer.zero_grad(set_to_none=True)
-            error = BadNumbers(f"loss {log['loss']}, gradient norm {log['grad_norm']}")
+            error = FailedStep(f"loss {log['loss']}, gradient norm {log['grad_norm']}")
             error.updates = len(logs)
             raise error
         optimizer.step()
@@ -1286,7 +1286,7 @@ def ask(model, tokenizer, task, config, key="evaluate", **how):
     try:
         with autocast(model.device, config):
             return accuracy(model, tokenizer, task, **settings | how)
-    except FloatingPointError as e:
+    except (FloatingPointError, RolloutError, VerifierError) as e:
         raise RunError(f"evaluation of task {task.spec.name}: {e}; the newest checkpoint is from before it") from None
 
 
@@ -1444,7 +1444,7 @@ def learning_rate(config, spec, step):
 
 
 def train_step(model, player, tokenizer, task, teacher, reference, optimizer, config, stage, step):
-    """One step of a stage. Returns its line for the log. Raises BadNumbers, its `place` filled in."""
+    """One step of a stage. Returns its line for the log. Raises FailedStep, its `place` filled in."""
     start, seed = time.perf_counter(), (config.seed, stage, step)
     set_seed(step_seed(*seed))                                             # python, numpy and torch
     chosen = prompt_indices(len(task.train), config.prompts_per_step, step, f"{config.seed}/{stage}")
@@ -1460,8 +1460,8 @@ def train_step(model, player, tokenizer, task, teacher, reference, optimizer, co
             player.refresh(model)
             batch, log = collect(model, player, tokenizer, task, examples, config, step_seed(*seed), pad_id)
         log |= update(model, teacher, reference, optimizer, batch, config, pad_id)
-    except FloatingPointError as e:                                        # of the rollout, or BadNumbers of the update
-        bad = e if isinstance(e, BadNumbers) else BadNumbers(str(e))
+    except (FloatingPointError, RolloutError, VerifierError, FailedStep) as e:
+        bad = e if isinstance(e, FailedStep) else FailedStep(str(e))
         bad.place = f"stage {stage} ({task.spec.name}), step {step + 1}: {e}; rows {[x.id for x in examples]}"
         raise bad from None
     place = {"stage": stage, "task": task.spec.name, "step": step + 1}
@@ -1513,7 +1513,7 @@ def train_stage(model, player, tokenizer, tasks, config, state, place, folder, s
                 line = train_step(
                     model, player, tokenizer, task, teacher, reference, optimizer, config, state["stage"], state["step"]
                 )
-            except BadNumbers as e:
+            except FailedStep as e:
                 if not e.updates:                                          # else the weights are in the middle of a step
                     save()
                 saved = "the newest checkpoint is from before it" if e.updates else "the state before it is saved"
@@ -1958,7 +1958,7 @@ def main(argv=None):
                 run(config, part=part)
         except ConfigError as e:                                           # of a file, a model or a folder that it names
             raise ConfigError(f"{options.config}: {e}") from None
-    except (ConfigError, RunError, VerifierError) as e:
+    except (ConfigError, RunError) as e:
         if os.environ.get("RANK", "0") == "0":
             print("error:", " ".join(str(e).split()), file=sys.stderr)
         return 2

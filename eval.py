@@ -54,7 +54,7 @@ from typing import Annotated, Literal
 import torch
 from tqdm import tqdm
 
-from grpo import evaluating, rollout
+from grpo import RolloutError, evaluating, rollout
 from kernels import masked_mean
 
 
@@ -787,7 +787,7 @@ def accuracy(
             seeds = range(seed + i + mine * at_once, seed + i + mine * at_once + len(own))
             try:
                 part = _answer(model, tokenizer, spec, own, samples, sampling | {"seeds": seeds, "batch_size": batch_size}) if own else []
-            except (FloatingPointError, VerifierError) as e:                  # all must hear of it, or they wait for ever
+            except (FloatingPointError, RolloutError, VerifierError) as e:    # all must hear of it, or they wait for ever
                 part = [e]
             part = [record for share in gather(part) for record in share]
             if failed := next((e for e in part if isinstance(e, Exception)), None):

@@ -79,6 +79,10 @@ def left_pad(sequences, pad_id, device=None):
 # ------------------------------------------------------------------------------------------------
 
 
+class RolloutError(RuntimeError):
+    """Responses that don't come, in one line. It says nothing of the model: as empty answers they would teach nonsense."""
+
+
 @dataclass
 class Rollouts:
     """N = P * G sampled responses; row i answers prompt i // G."""
@@ -213,7 +217,7 @@ def rollout(
     Raises:
         ValueError: no prompts, a group or response of no length, a temperature below 0, another engine.
         FloatingPointError: the model's logits aren't finite.
-        RuntimeError: a response of continuous batching is missing, failed or too short.
+        RolloutError: a response of continuous batching is missing, failed or too short, or there is no room for any.
     """
     if engine not in ENGINES:
         raise ValueError(f"rollout: engine {engine!r} must be one of {', '.join(ENGINES)}")
@@ -487,7 +491,7 @@ def _decode_continuous(
         try:
             manager.warmup()
         except MemoryError as error:
-            raise MemoryError(f"rollout: continuous batching: {error}; try a smaller batch_size, and psutil on a CPU") from None
+            raise RolloutError(f"rollout: continuous batching: {error}; try a smaller batch_size, and psutil on a CPU") from None
         names = manager.add_requests(prompts, max_new_tokens=T)
         manager.start()
         try:
@@ -505,7 +509,7 @@ def _decode_continuous(
 
 
 def _complete(results, group_size, T, stops):
-    """The results, if all are there and ended, by an end token or at T tokens; else RuntimeError."""
+    """The results, if all are there and ended, by an end token or at T tokens; else RolloutError."""
     faults = []
     for i, result in enumerate(results):
         tokens = result.generated_tokens if result else []
@@ -513,7 +517,7 @@ def _complete(results, group_size, T, stops):
             why = "missing" if result is None else result.error or f"{len(tokens)} tokens of {T}, no end token"
             faults.append(f"sample {i % group_size} of prompt {i // group_size}: {why}")
     if faults:
-        raise RuntimeError(f"rollout: continuous batching failed for {len(faults)} of {len(results)} responses; {faults[0]}")
+        raise RolloutError(f"rollout: continuous batching failed for {len(faults)} of {len(results)} responses; {faults[0]}")
     return results
 
 
@@ -585,7 +589,7 @@ def bench(device="cpu", layers=2, hidden=128, P=16, G=8, prompt=64, T=32, words=
     for name in list(runs):                                                # the first round warms up
         try:
             assert runs[name]().shape == (P * G, T)
-        except MemoryError as error:
+        except RolloutError as error:
             print(f"{name} left out: {error}")
             del runs[name]
     seconds = {name: [] for name in runs}

@@ -3,8 +3,6 @@
 import json
 import os
 import shutil
-import signal
-import subprocess
 import sys
 import time
 from pathlib import Path
@@ -339,7 +337,8 @@ def test_a_verifier_that_cannot_work_is_no_wrong_answer(tmp_path, monkeypatch, c
     spelt = r"\boxed{\frac{1}{2}}"
     monkeypatch.setattr(continual, "accuracy", lambda *args, **kwargs: evaluation.verify("math", spelt, evaluation.Example("0", [], "3")))
     assert main(["--config", str(tmp_path / "config.yaml"), *SHORT, f"out_dir={tmp_path / 'run'}"]) == 2
-    assert capsys.readouterr().err.splitlines()[-1] == "error: math_server: its process doesn't start"
+    told = "error: evaluation of task math: math_server: its process doesn't start; the newest checkpoint is from before it"
+    assert capsys.readouterr().err.splitlines()[-1] == told
 
 
 def test_long_prompts_are_dropped_and_counted(tmp_path):
@@ -477,23 +476,6 @@ def test_a_save_before_the_first_update_changes_nothing(tmp_path, monkeypatch):
         run(tiny(tmp_path, *settings))
         weights_of[name] = weights(tmp_path / name / "stage-2-science")
     assert all(torch.equal(w, weights_of["cut"][k]) for k, w in weights_of["plain"].items())
-
-
-def test_sigterm_saves_and_exits(tmp_path):
-    tiny(tmp_path)
-    command = [sys.executable, str(ROOT / "continual.py"), "--config", str(tmp_path / "config.yaml"), *SHORT,
-               f"out_dir={tmp_path / 'run'}", "save_every=1000", "tasks.0.steps=1000", "method=sft"]
-    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
-    lines = tmp_path / "run" / "metrics.jsonl"
-    deadline = time.time() + 100
-    while time.time() < deadline and not (lines.exists() and lines.read_text()):
-        time.sleep(0.01)
-    process.send_signal(signal.SIGTERM)
-    _, error = process.communicate(timeout=60)
-    assert process.returncode == 143
-    assert "stopped by SIGTERM; saved in" in error and "Traceback" not in error
-    state = json.loads(next((tmp_path / "run" / "checkpoints").glob("001-*/state.json")).read_text())
-    assert state["step"] == len(log(tmp_path / "run")) < 1000
 
 
 def _fail_at(function, n):

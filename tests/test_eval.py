@@ -3,7 +3,9 @@
 import json
 import math
 import os
+import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -11,9 +13,10 @@ import pytest
 import torch
 
 from eval import (
-    Example, Task, TaskSpec, accuracy, continual_metrics, extract_code, last_boxed, load_task, matrix_drift, mmd,
+    Example, Task, TaskSpec, VerifierError, accuracy, continual_metrics, extract_code, last_boxed, load_task, matrix_drift, mmd,
     pass_at_k, principal_angles, run_program, saved_answers, tool_calls, verify, weight_drift,
 )
+from grpo import RolloutError
 from sdpo import strip_thinking
 
 
@@ -502,6 +505,35 @@ def test_avg_and_pass_at_k_of_known_answers(sampler):
 def test_pass_at_powers_of_two_and_all(sampler, samples, ks):
     found = accuracy(None, None, questions(2), samples=samples)
     assert [key for key in found if key.startswith("pass@")] == [f"pass@{k}" for k in ks] and f"avg@{samples}" in found
+
+
+@pytest.mark.parametrize("kind", [RolloutError, VerifierError, FloatingPointError])
+def test_what_fails_in_one_process_stops_the_evaluation_in_all(monkeypatch, kind):
+    """Two threads stand for two processes: the one that is well would wait for the other's answers for ever."""
+    import eval as evaluation
+
+    together, parts = threading.Barrier(2, timeout=20), [None, None]
+
+    def answer(process, tokenizer, spec, examples, samples, sampling):
+        if process == 1:
+            raise kind("gone")
+        return [{"rewards": [0.0]} for _ in examples]
+
+    def evaluate(process):
+        def gather(part):
+            parts[process] = part
+            together.wait()
+            found = list(parts)
+            together.wait()
+            return found
+
+        accuracy(process, None, questions(4), share=(process, 2, gather))
+
+    monkeypatch.setattr(evaluation, "_answer", answer)
+    with ThreadPoolExecutor(2) as both:
+        for done in [both.submit(evaluate, process) for process in (0, 1)]:
+            with pytest.raises(kind, match="gone"):
+                done.result()
 
 
 @pytest.mark.parametrize("end", [1, 2, 3, 4])

@@ -41,7 +41,7 @@ from tqdm import tqdm  # noqa: E402
 
 import continual  # noqa: E402
 import grpo  # noqa: E402
-from eval import Verdict  # noqa: E402
+from eval import Verdict, VerifierError  # noqa: E402
 
 # ---- a run of a second or two ------------------------------------------------------------------
 
@@ -661,7 +661,7 @@ def test_a_second_process_is_refused_and_a_dead_ones_lock_taken_over(tmp_path, b
 
 
 def poison(patch, step, harm):
-    """Have the n-th step of the run compute something that isn't finite."""
+    """Have the n-th step of the run compute something that isn't finite, or get no samples or verdicts."""
     count, micro_loss, train_step = [0], continual.micro_loss, continual.train_step
 
     def counted(*args):
@@ -681,17 +681,27 @@ def poison(patch, step, harm):
         return sample(logits * math.nan if count[0] == step else logits, *args, **kwargs)
 
     patch.setattr(continual, "train_step", counted)
+    def failing(*args, **kwargs):
+        if count[0] == step:
+            raise {"rollout": grpo.RolloutError, "verifier": VerifierError}[harm](f"no {harm} today")
+        return working(*args, **kwargs)
+
     if harm == "logits":
         sample = grpo.sample
         patch.setattr(grpo, "sample", broken)
+    elif harm in ("rollout", "verifier"):
+        name = {"rollout": "rollout", "verifier": "verify"}[harm]
+        working = getattr(continual, name)
+        patch.setattr(continual, name, failing)
     else:
         patch.setattr(continual, "micro_loss", poisoned)
 
 
 @pytest.mark.parametrize("method, step, harm", [
     ("sdpo", 1, "nan"), ("sdpo", 2, "inf"), ("sdpo", 4, "gradient"), ("sdpo", 5, "nan"), ("sdpo", 6, "logits"), ("sdpo", 1, "logits"),
-    ("grpo", 8, "-inf"), ("grpo", 9, "gradient"), ("sft", 12, "nan"), ("sft", 3, "gradient")])
-def test_numbers_that_are_not_finite_stop_the_run_before_they_do_harm(tmp_path, base, light, uninterrupted, method, step, harm):
+    ("grpo", 8, "-inf"), ("grpo", 9, "gradient"), ("sft", 12, "nan"), ("sft", 3, "gradient"), ("sdpo", 3, "rollout"),
+    ("sdpo", 5, "verifier")])
+def test_a_step_that_cannot_be_made_stops_the_run_before_it_does_harm(tmp_path, base, light, uninterrupted, method, step, harm):
     """Step, stage and rows are named, the state before is saved; healed, the run goes on from there."""
     longer = {"max_new_tokens": 60, "eval": {"max_new_tokens": 5}} if method == "sft" else {}   # references are never cut
     config = small(base, tmp_path / "run", method=method, **longer)
@@ -702,7 +712,8 @@ def test_numbers_that_are_not_finite_stop_the_run_before_they_do_harm(tmp_path, 
         with pytest.raises(continual.RunError) as error:
             continual.run(config, say=lambda text: None)
     rows = [task.train[i].id for i in continual.prompt_indices(len(task.train), 3, place - 1, f"0/{stage}")]
-    words = {"nan": "loss nan", "inf": "loss inf", "-inf": "loss -inf", "gradient": "gradient norm", "logits": "logits aren't finite"}[harm]
+    words = {"nan": "loss nan", "inf": "loss inf", "-inf": "loss -inf", "gradient": "gradient norm", "logits": "logits aren't finite",
+             "rollout": "no rollout today", "verifier": "no verifier today"}[harm]
     start = f"stage {stage} ({config.tasks[stage - 1].name}), step {place}: "
     assert str(error.value).startswith(start) and words in str(error.value)
     assert str(error.value).endswith(f"rows {rows}; the state before it is saved")

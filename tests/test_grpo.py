@@ -15,7 +15,7 @@ from transformers import (
 from transformers.generation.continuous_batching.continuous_api import ContinuousBatchingManager, OutputRouter
 
 from grpo import (
-    _decode, _decode_static, _grouped_attention, encode, flash_attention, group_advantages, grpo_loss, k3, left_pad, rollout,
+    RolloutError, _decode, _decode_static, _grouped_attention, encode, flash_attention, group_advantages, grpo_loss, k3, left_pad, rollout,
     sample, stop_ids, token_weights,
 )
 from kernels import masked_mean, predicting, token_logps
@@ -440,7 +440,7 @@ def test_a_missing_failed_or_short_response_of_continuous_batching_stops_the_rol
         deliver(router, named + [x for x in outputs if x.request_id != name])
 
     monkeypatch.setattr(OutputRouter, "deliver_batch", spoil)
-    with pytest.raises(RuntimeError, match=message):
+    with pytest.raises(RolloutError, match=message):
         rollout(make_model(), make_tokenizer(), PROMPTS, 3, 9, 1.0, engine="continuous")
 
 
@@ -449,7 +449,7 @@ def test_an_error_in_the_model_or_an_interrupt_ends_continuous_batching(memory, 
     model, tokenizer, before = make_model().train(), make_tokenizer(), threading.active_count()
     with monkeypatch.context() as patch:
         patch.setattr(model.model.norm, "forward", lambda _: 1 / 0)
-        with pytest.raises(RuntimeError, match="6 of 6 responses; sample 0 of prompt 0: division by zero"):
+        with pytest.raises(RolloutError, match="6 of 6 responses; sample 0 of prompt 0: division by zero"):
             rollout(model, tokenizer, PROMPTS, 2, 9, 1.0, engine="continuous")
     join, calls = ContinuousBatchingManager.join, []
 

@@ -2,9 +2,9 @@
 
 import itertools
 import json
-import subprocess
-import sys
-import time
+import os
+import signal
+import threading
 import types
 from concurrent.futures import ThreadPoolExecutor
 
@@ -356,24 +356,32 @@ def test_wrong_parts_and_jobs_are_named(tmp_path, capsys, options, words):
     assert words in capsys.readouterr().err
 
 
-def test_two_jobs_give_what_one_gives(tmp_path, monkeypatch):
+def test_two_jobs_give_what_one_gives(tmp_path, monkeypatch, capsys):
     """Two seeds of one method: alone one after another, and in two processes; the report is of both."""
     (tmp_path / "one").mkdir()
     overrides = ["variants=[{name: a, set: {method: sft}}]", "grid={seed: [0, 1]}", "stage_steps=2", "tasks.0.steps=2", "tasks.1.steps=2"]
     config = tiny(tmp_path, *overrides, f"out_dir={tmp_path / 'one'}")
-    command = [sys.executable, ROOT / "continual.py", "--config", tmp_path / "config.yaml", "--jobs", "2", *overrides,
-               "prompts_per_step=4", "group_size=4", "save_every=1", "eval.samples=1", f"out_dir={tmp_path / 'two'}"]
-    stopped = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
-    while stopped.poll() is None and not list((tmp_path / "two").glob("a-seed=*/checkpoints/*")):
-        time.sleep(0.05)
-    stopped.terminate()
-    assert "stopped by SIGTERM; the same command continues" in stopped.communicate()[1] and stopped.returncode == 143
+    arguments = ["--config", str(tmp_path / "config.yaml"), "--jobs", "2", *overrides,
+                 "prompts_per_step=4", "group_size=4", "save_every=1", "eval.samples=1", f"out_dir={tmp_path / 'two'}"]
+
+    over = threading.Event()
+
+    def stop():
+        while not over.wait(0.05) and not list((tmp_path / "two").glob("a-seed=*/checkpoints/*")):
+            pass
+        over.is_set() or os.kill(os.getpid(), signal.SIGTERM)
+
+    with ThreadPoolExecutor() as other:
+        other.submit(stop)
+        code = main(arguments)
+        over.set()
+    assert code == 143
+    assert "stopped by SIGTERM; the same command continues" in capsys.readouterr().err
     parts = [(tmp_path / "two" / f"part-{i}.log").read_text() for i in (1, 2)]
     assert any("stopped by SIGTERM; saved in" in text for text in parts) and not (tmp_path / "two" / "report.md").exists()
-    done = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
+    assert main(arguments) == 0, capsys.readouterr().err
     monkeypatch.setattr("continual.report", lambda folder, **_: folder)
     alone = run(config)
-    assert done.wait() == 0, done.stderr.read()
     runs = load_runs(tmp_path / "two")
     assert {name: r["rows"] for name, r in runs.items()} == alone
     assert [r["seed"] for r in runs.values()] == [0, 1] and {r["variant"] for r in runs.values()} == {"a"}
