@@ -693,10 +693,10 @@ def load_tasks(config, tokenizer, say=print):
 
     def too_long(example):
         if len(encode(tokenizer, example.messages, **config.rollout.chat_template)) > config.max_prompt_tokens:
-            return "over max_prompt_tokens"
+            return f"over max_prompt_tokens={config.max_prompt_tokens}"
         reference = example.reference if config.method == "sft" else None     # test sets of their own may have none
         if reference and len(tokenizer.encode(reference, add_special_tokens=False)) >= config.max_new_tokens:
-            return "with a reference over max_new_tokens"
+            return f"with a reference over max_new_tokens={config.max_new_tokens}"
 
     tasks = []
     for i, spec in enumerate(config.tasks + config.ood):

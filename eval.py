@@ -322,14 +322,14 @@ def _example(row, spec, index):
     return Example(id, messages, answer, tests, reference, spec.prelude, spec.time_limit)
 
 
-def _examples(rows, spec, dropped):
-    """All usable examples of `rows`, in order, no prompt twice; counts the others in `dropped`."""
+def _examples(spec, key, split, dropped):
+    """All usable examples of the file that `key` of a spec names, in order, no prompt twice; counts the others in `dropped`."""
     examples = {}
-    for index, row in enumerate(rows):
+    for index, row in enumerate(_read(spec, key, split)):
         try:
             example = "filtered out" if not _is_prepared(row) and not _matches(row, spec.where) else _example(row, spec, index)
         except (ValueError, KeyError, IndexError, TypeError, AttributeError, re.error) as e:
-            raise ValueError(f"task {spec.name}, row {index} of {spec.path}: {one_line(e)}") from None
+            raise ValueError(f"task {spec.name}, row {index} of {getattr(spec, key)}: {one_line(e)}") from None
         if not isinstance(example, str) and examples.setdefault(json.dumps(example.messages), example) is not example:
             example = "asked before"
         if isinstance(example, str):
@@ -343,14 +343,18 @@ def one_line(error):
     return text if type(error) is ValueError and text else f"{type(error).__name__}: {text}"
 
 
-def _read(spec, path, split):
-    """The rows of a spec, its second file's columns added. Raises ValueError: one line."""
+def _read(spec, key, split):
+    """The rows of the file that `key` of a spec names, its second file's columns added. Raises ValueError: one line."""
+    reading = "join"
     try:
         added = {row["id"]: row for row in read_rows(spec.join)} if spec.join else {}
-        for row in read_rows(path, spec.subset, split, spec.revision, spec.columns):
+        reading = key
+        for row in read_rows(getattr(spec, key), spec.subset, split, spec.revision, spec.columns):
+            if spec.join and row.get("id") not in added:
+                raise ValueError(f"its row with id {row.get('id')!r} has no other half in {spec.join}")
             yield row | added[row["id"]] if spec.join else row
     except Exception as e:  # the hub's and the parsers' errors have no common base
-        raise ValueError(f"task {spec.name}: can't read {path}: {one_line(e)}") from None
+        raise ValueError(f"task {spec.name}: {reading}: can't read {getattr(spec, reading)}: {one_line(e)}") from None
 
 
 def load_task(spec, evaluate_only=False):
@@ -370,12 +374,12 @@ def load_task(spec, evaluate_only=False):
     dropped, train = {}, []
     elsewhere = spec.test or spec.test_path or (spec.test_split and not is_file(spec.path))
     if not (evaluate_only and elsewhere):
-        rows = _examples(_read(spec, spec.path, spec.split), spec, dropped)
+        rows = _examples(spec, "path", spec.split, dropped)
         train = [rows[i] for i in torch.randperm(len(rows), generator=torch.Generator().manual_seed(42)).tolist()]
     if spec.test:
         test = _gathered(spec, dropped)
     elif elsewhere:
-        test = _examples(_read(spec, spec.test_path or spec.path, spec.test_split or spec.split), spec, dropped)
+        test = _examples(spec, "test_path" if spec.test_path else "path", spec.test_split or spec.split, dropped)
     else:
         held = len(train) if evaluate_only else max(1, round(spec.test_share * len(train)))
         test, train = train[:held], train[held:]
@@ -383,9 +387,9 @@ def load_task(spec, evaluate_only=False):
     kept = [e for e in train if json.dumps(e.messages) not in asked]
     if len(kept) < len(train):
         dropped["also in the test rows"] = len(train) - len(kept)
-    for part, examples in (("training", kept), ("test", test)):
+    for part, examples, path in (("training", kept, spec.path), ("test", test, spec.test_path or spec.path)):
         if not examples and not (evaluate_only and part == "training"):
-            raise ValueError(f"task {spec.name}: no {part} rows in {spec.path} ({_counted(dropped) or 'the file is empty'})")
+            raise ValueError(f"task {spec.name}: no {part} rows in {path} ({_counted(dropped) or 'the file is empty'})")
     return Task(spec, kept[: spec.train_limit], test[: spec.test_limit], dropped)
 
 

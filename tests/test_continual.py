@@ -165,9 +165,11 @@ WRONG = [
     ("sdpo.max_teacher_tokens=100000", "sdpo.max_teacher_tokens: 100000 isn't allowed; with max_new_tokens 48 it must be at most 464"),
     ("eval.max_new_tokens=500", "sdpo.max_teacher_tokens: 256 isn't allowed; with max_new_tokens 500 it must be at most 12"),
     ("sdpo.init_from=no/such/folder", "sdpo.init_from: there is no folder 'no/such/folder'"),
-    ("max_prompt_tokens=2", "task math: no training prompt is left: all are over max_prompt_tokens"),
+    ("max_prompt_tokens=2", "task math: no training prompt is left: all are over max_prompt_tokens=2"),
     ("rollout.chat_template={tokenize: true}", "task math: the chat template refuses a training prompt"),
-    ("tasks.0.path=none.jsonl", "task math: can't read none.jsonl"),
+    ("tasks.0.path=none.jsonl", "task math: path: can't read none.jsonl: FileNotFoundError"),
+    ("tasks.0.test_path=none.jsonl", "task math: test_path: can't read none.jsonl"),
+    ("tasks.0.join=none.jsonl", "task math: join: can't read none.jsonl"),
     ("tasks.0.answer=gold", "task math, row 0 of "),
 ]
 
@@ -632,7 +634,7 @@ def test_command_line_from_end_to_end(command_line, tmp_path, capsys):
 @pytest.mark.parametrize("override, message", [
     ("variants=[{name: a}, {name: b, set: {sdpo.topk: 100000}}]", "variant b: sdpo.topk: 100000 isn't allowed"),
     ("variants=[{name: a}, {name: b, set: {sdpo.init_from: no/such/folder}}]", "variant b: sdpo.init_from: there is no folder"),
-    ("variants=[{name: a}, {name: b, set: {tasks.0.path: none.jsonl}}]", "variant b: task math: can't read none.jsonl"),
+    ("variants=[{name: a}, {name: b, set: {tasks.0.path: none.jsonl}}]", "variant b: task math: path: can't read none.jsonl"),
 ])
 def test_a_mistake_in_the_last_variant_shows_before_the_first_is_trained(tmp_path, monkeypatch, capsys, override, message):
     monkeypatch.setattr(continual, "load_model", None)

@@ -409,7 +409,7 @@ def test_prepared_rows_are_taken_as_they_stand(tmp_path):
 
 
 @pytest.mark.parametrize("change, message", [
-    (dict(path="missing.jsonl"), "task t: can't read missing.jsonl: FileNotFoundError"),
+    (dict(path="missing.jsonl"), "task t: path: can't read missing.jsonl: FileNotFoundError"),
     (dict(answer="gold"), "row 0 .*: no column 'gold'; the row has prompt, answer"),
     (dict(where={"prompt": "none"}), "task t: no training rows .*2 filtered out"),
 ])
