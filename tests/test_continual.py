@@ -26,7 +26,7 @@ BATCHES = ["method=sft", "eval.batch_size=2", "eval.max_new_tokens=12"]   # 8 te
 
 def tiny(tmp_path, *overrides, tasks=2):
     tree = yaml.safe_load(TINY.read_text())
-    tree["tasks"] = [t | {"test_limit": 8, "steps": 3} for t in tree["tasks"][:tasks]]
+    tree["tasks"] = [t | {"train_limit": 80, "test_limit": 8, "steps": 3} for t in tree["tasks"][:tasks]]
     del tree["ood"], tree["eval"]["probe_every"]                 # tests/test_report.py has them
     file = tmp_path / "config.yaml"
     file.write_text(yaml.safe_dump(tree))
@@ -588,7 +588,7 @@ def test_answers_of_weights_that_are_trained_again_are_asked_again(tmp_path, bat
 
 def test_sets_out_of_distribution_are_measured_and_never_trained_on(tmp_path, evaluated):
     tree = yaml.safe_load(TINY.read_text())
-    tree["tasks"] = [t | {"test_limit": 8, "steps": 3} for t in tree["tasks"]]
+    tree["tasks"] = [t | {"train_limit": 80, "test_limit": 8, "steps": 3} for t in tree["tasks"]]
     tree["tasks"], tree["ood"] = tree["tasks"][:2], [t | {"name": f"far-{t['name']}", "test_limit": 5} for t in tree["tasks"][2:]]
     tree["ood"][1] |= {"path": tree["ood"][1].pop("test_path"), "test_limit": 20}    # no test rows of its own: all 96 are
     (tmp_path / "config.yaml").write_text(yaml.safe_dump(tree))
