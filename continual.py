@@ -696,7 +696,7 @@ def load_tasks(config, tokenizer, say=print):
             return f"over max_prompt_tokens={config.max_prompt_tokens}"
         reference = example.reference if config.method == "sft" else None     # test sets of their own may have none
         if reference and len(tokenizer.encode(reference, add_special_tokens=False)) >= config.max_new_tokens:
-            return f"with a reference over max_new_tokens={config.max_new_tokens}"
+            return f"with a reference that leaves its end no room in max_new_tokens={config.max_new_tokens}"
 
     tasks = []
     for i, spec in enumerate(config.tasks + config.ood):
@@ -1287,7 +1287,7 @@ def ask(model, tokenizer, task, config, key="evaluate", **how):
         with autocast(model.device, config):
             return accuracy(model, tokenizer, task, **settings | how)
     except (FloatingPointError, RolloutError, VerifierError) as e:
-        raise RunError(f"evaluation of task {task.spec.name}: {e}; the newest checkpoint is from before it") from None
+        raise RunError(f"evaluation of task {task.spec.name}: {e}; what was saved before is whole") from None
 
 
 def measure(player, tokenizer, tasks, config, answers, stop=lambda: None):

@@ -80,7 +80,7 @@ def left_pad(sequences, pad_id, device=None):
 
 
 class RolloutError(RuntimeError):
-    """Responses that don't come, in one line. It says nothing of the model: as empty answers they would teach nonsense."""
+    """Responses that didn't come, told in one line. They aren't counted as empty answers: that would teach nonsense."""
 
 
 @dataclass

@@ -1,10 +1,12 @@
-"""Shared by all tests: the modules on the path, one thread (small tensors gain nothing from two), the grading."""
+"""Shared by all tests: the modules on the path, one thread (small tensors gain nothing from two), the
+grading, and commands that run beside the tests."""
 
 import os
+import signal
 import subprocess
 import sys
 import tempfile
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -29,17 +31,38 @@ def pytest_runtestloop(session):
         command: name for item in session.items for name, command in getattr(item.module, "BESIDE", {}).items()
         if name in item.fixturenames and not session.config.option.collectonly
     }
-    session.beside = {}
-    with tempfile.TemporaryDirectory() as place, ThreadPoolExecutor(1) as worker:
+    if session.testsfailed and not session.config.option.continue_on_collection_errors:
+        commands = {}
+    environment, running, session.beside = dict(os.environ), [], {}
+
+    def run(line):
+        with subprocess.Popen(
+            line, cwd=Path(__file__).parent, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+            start_new_session=True,
+        ) as process:
+            running[:] = [process]
+            try:
+                out, err = process.communicate(timeout=600)
+            except subprocess.TimeoutExpired:
+                os.killpg(process.pid, signal.SIGKILL)
+                raise
+        return subprocess.CompletedProcess(line, process.returncode, out, err)
+
+    with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as place, ThreadPoolExecutor(1) as worker:
         for command, name in commands.items():
-            folder = Path(place, name)
-            folder.mkdir()
-            options = {"cwd": Path(__file__).parent, "capture_output": True, "text": True, "timeout": 600}
-            session.beside[command] = folder, worker.submit(subprocess.run, command(folder), **options)
+            folder = Path(tempfile.mkdtemp(dir=place, prefix=name))
+            try:
+                session.beside[command] = folder, worker.submit(run, command(folder))
+            except (Exception, pytest.fail.Exception) as e:            # of the tests that wait for it, not of all
+                session.beside[command] = folder, Future()
+                session.beside[command][1].set_exception(e)
         try:
             return (yield)
         finally:
-            worker.shutdown(cancel_futures=True)
+            worker.shutdown(wait=False, cancel_futures=True)
+            for process in running:                                    # one that no test has waited for, and its children
+                if process.poll() is None:
+                    os.killpg(process.pid, signal.SIGKILL)
 
 
 @pytest.fixture(scope="session")

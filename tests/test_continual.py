@@ -339,7 +339,7 @@ def test_a_verifier_that_cannot_work_is_no_wrong_answer(tmp_path, monkeypatch, c
     spelt = r"\boxed{\frac{1}{2}}"
     monkeypatch.setattr(continual, "accuracy", lambda *args, **kwargs: evaluation.verify("math", spelt, evaluation.Example("0", [], "3")))
     assert main(["--config", str(tmp_path / "config.yaml"), *SHORT, f"out_dir={tmp_path / 'run'}"]) == 2
-    told = "error: evaluation of task math: math_server: its process doesn't start; the newest checkpoint is from before it"
+    told = "error: evaluation of task math: math_server: its process doesn't start; what was saved before is whole"
     assert capsys.readouterr().err.splitlines()[-1] == told
 
 
@@ -362,7 +362,7 @@ def test_long_prompts_are_dropped_and_counted(tmp_path):
 
 def test_references_are_never_cut(tmp_path):
     """SFT on answers of more than max_new_tokens: left out, counted, and refused where none is left."""
-    with pytest.raises(ConfigError, match="no training prompt is left: all are with a reference over max_new_tokens"):
+    with pytest.raises(ConfigError, match="no training prompt is left: all are with a reference that leaves its end no room in max_new_tokens"):
         run(tiny(tmp_path, "method=sft", "max_new_tokens=4"))
 
 

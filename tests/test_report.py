@@ -373,8 +373,10 @@ def test_two_jobs_give_what_one_gives(tmp_path, monkeypatch, capsys):
 
     with ThreadPoolExecutor() as other:
         other.submit(stop)
-        code = main(arguments)
-        over.set()
+        try:
+            code = main(arguments)
+        finally:
+            over.set()
     assert code == 143
     assert "stopped by SIGTERM; the same command continues" in capsys.readouterr().err
     parts = [(tmp_path / "two" / f"part-{i}.log").read_text() for i in (1, 2)]
