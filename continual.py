@@ -74,11 +74,11 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, set_se
 from transformers.utils import logging as transformers_logging
 
 from eval import (
-    AT_LEAST_1, NAME, NOT_NEGATIVE, POSITIVE, SHARE, Task, TaskSpec, VerifierError, accuracy, continual_metrics, format_marks,
+    AT_LEAST_1, FAILURES, NAME, NOT_NEGATIVE, POSITIVE, SHARE, Task, TaskSpec, accuracy, continual_metrics, format_marks,
     format_matrix, load_task, model_folder, one_line, paired_matrices, repeated_ngrams, report, response_drift, saved_answers, verify,
     weight_drift,
 )
-from grpo import RolloutError, encode, flash_attention, group_advantages, grpo_loss, left_pad, rollout
+from grpo import encode, flash_attention, group_advantages, grpo_loss, left_pad, rollout
 from kernels import fused_token_kl, fused_token_logps, masked_mean, predicting
 from sdpo import FEEDBACK, REPROMPT, SOLUTION, Teacher, drop_tokens, sdpo_loss, strip_thinking, teacher_messages, teacher_prompts
 
@@ -559,7 +559,7 @@ def all_or_none(action):
     result = error = None
     try:
         result = action()
-    except (FloatingPointError, RolloutError, VerifierError) as e:
+    except FAILURES as e:
         error = e
     if failed := next((e for e in every_rank(error) if e is not None), None):
         raise failed
@@ -1286,7 +1286,7 @@ def ask(model, tokenizer, task, config, key="evaluate", **how):
     try:
         with autocast(model.device, config):
             return accuracy(model, tokenizer, task, **settings | how)
-    except (FloatingPointError, RolloutError, VerifierError) as e:
+    except FAILURES as e:
         raise RunError(f"evaluation of task {task.spec.name}: {e}; what was saved before is whole") from None
 
 
@@ -1460,7 +1460,7 @@ def train_step(model, player, tokenizer, task, teacher, reference, optimizer, co
             player.refresh(model)
             batch, log = collect(model, player, tokenizer, task, examples, config, step_seed(*seed), pad_id)
         log |= update(model, teacher, reference, optimizer, batch, config, pad_id)
-    except (FloatingPointError, RolloutError, VerifierError, FailedStep) as e:
+    except (*FAILURES, FailedStep) as e:
         bad = e if isinstance(e, FailedStep) else FailedStep(str(e))
         bad.place = f"stage {stage} ({task.spec.name}), step {step + 1}: {e}; rows {[x.id for x in examples]}"
         raise bad from None

@@ -373,13 +373,14 @@ def load_task(spec, evaluate_only=False):
     spec = TaskSpec(**spec) if isinstance(spec, dict) else spec
     dropped, train = {}, []
     elsewhere = spec.test or spec.test_path or (spec.test_split and not is_file(spec.path))
+    test_key = "test_path" if spec.test_path else "path"
     if not (evaluate_only and elsewhere):
         rows = _examples(spec, "path", spec.split, dropped)
         train = [rows[i] for i in torch.randperm(len(rows), generator=torch.Generator().manual_seed(42)).tolist()]
     if spec.test:
         test = _gathered(spec, dropped)
     elif elsewhere:
-        test = _examples(spec, "test_path" if spec.test_path else "path", spec.test_split or spec.split, dropped)
+        test = _examples(spec, test_key, spec.test_split or spec.split, dropped)
     else:
         held = len(train) if evaluate_only else max(1, round(spec.test_share * len(train)))
         test, train = train[:held], train[held:]
@@ -387,9 +388,9 @@ def load_task(spec, evaluate_only=False):
     kept = [e for e in train if json.dumps(e.messages) not in asked]
     if len(kept) < len(train):
         dropped["also in the test rows"] = len(train) - len(kept)
-    for part, examples, path in (("training", kept, spec.path), ("test", test, spec.test_path or spec.path)):
+    for part, examples, key in (("training", kept, "path"), ("test", test, test_key)):
         if not examples and not (evaluate_only and part == "training"):
-            raise ValueError(f"task {spec.name}: no {part} rows in {path} ({_counted(dropped) or 'the file is empty'})")
+            raise ValueError(f"task {spec.name}: no {part} rows in {getattr(spec, key)} ({_counted(dropped) or 'the file is empty'})")
     return Task(spec, kept[: spec.train_limit], test[: spec.test_limit], dropped)
 
 
@@ -791,7 +792,7 @@ def accuracy(
             seeds = range(seed + i + mine * at_once, seed + i + mine * at_once + len(own))
             try:
                 part = _answer(model, tokenizer, spec, own, samples, sampling | {"seeds": seeds, "batch_size": batch_size}) if own else []
-            except (FloatingPointError, RolloutError, VerifierError) as e:    # all must hear of it, or they wait for ever
+            except FAILURES as e:                                            # all must hear of it, or they wait for ever
                 part = [e]
             part = [record for share in gather(part) for record in share]
             if failed := next((e for e in part if isinstance(e, Exception)), None):
@@ -1475,6 +1476,9 @@ def compare(before, after):
 
 class VerifierError(RuntimeError):
     """A verifier that can't work here, so that no answer can be judged; the message is one line."""
+
+
+FAILURES = FloatingPointError, RolloutError, VerifierError                 # no samples or no verdicts: what a run stops at
 
 
 class Child:

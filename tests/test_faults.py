@@ -680,17 +680,17 @@ def poison(patch, step, harm):
     def broken(logits, *args, **kwargs):
         return sample(logits * math.nan if count[0] == step else logits, *args, **kwargs)
 
-    patch.setattr(continual, "train_step", counted)
     def failing(*args, **kwargs):
         if count[0] == step:
-            raise {"rollout": grpo.RolloutError, "verifier": VerifierError}[harm](f"no {harm} today")
+            raise error(f"no {harm} today")
         return working(*args, **kwargs)
 
+    patch.setattr(continual, "train_step", counted)
     if harm == "logits":
         sample = grpo.sample
         patch.setattr(grpo, "sample", broken)
     elif harm in ("rollout", "verifier"):
-        name = {"rollout": "rollout", "verifier": "verify"}[harm]
+        name, error = {"rollout": ("rollout", grpo.RolloutError), "verifier": ("verify", VerifierError)}[harm]
         working = getattr(continual, name)
         patch.setattr(continual, name, failing)
     else:

@@ -363,7 +363,6 @@ def test_two_jobs_give_what_one_gives(tmp_path, monkeypatch, capsys):
     config = tiny(tmp_path, *overrides, f"out_dir={tmp_path / 'one'}")
     arguments = ["--config", str(tmp_path / "config.yaml"), "--jobs", "2", *overrides,
                  "prompts_per_step=4", "group_size=4", "save_every=1", "eval.samples=1", f"out_dir={tmp_path / 'two'}"]
-
     over = threading.Event()
 
     def stop():
